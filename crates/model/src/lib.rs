@@ -1,0 +1,18 @@
+//! The nouns of trialrun and their rules. This crate performs no I/O.
+//!
+//! Types here are neither wire nor disk types by themselves, though most can be serialised: the store, the keeper
+//! protocol and the dialects convert at their edges. See `docs/glossary.md` for the words.
+
+mod exec;
+mod id;
+mod limits;
+mod size;
+mod spec;
+mod state;
+
+pub use exec::{Command, Ended, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, PtySize, Refusal, RefusalKind};
+pub use id::{ExecId, IdError, LineageId, SandboxId};
+pub use limits::{Limits, LimitsError};
+pub use size::{ByteSize, ByteSizeError};
+pub use spec::{ImageRef, ImageRefError, Isolation, SandboxSpec, default_env};
+pub use state::{SandboxState, Transition, TransitionError};

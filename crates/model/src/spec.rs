@@ -1,0 +1,134 @@
+//! What a user asks for when creating a sandbox.
+
+use crate::Limits;
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// Which image a machine starts from.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum ImageRef {
+    /// A named image of the store, such as the stock image `python`.
+    Named(String),
+    /// An image by its digest, `sha256:…`.
+    Digest(String),
+    /// A safe subset of the host's own system, read-only below a writable layer.
+    Host,
+}
+
+/// An image reference that could not be read.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("{text:?} is not an image name (lower-case letters, digits, dots and dashes; or sha256:…; or host)")]
+pub struct ImageRefError {
+    text: String,
+}
+
+impl FromStr for ImageRef {
+    type Err = ImageRefError;
+    fn from_str(text: &str) -> Result<Self, ImageRefError> {
+        let bad = || ImageRefError { text: text.to_owned() };
+        if text == "host" {
+            return Ok(Self::Host);
+        }
+        if let Some(hex) = text.strip_prefix("sha256:") {
+            let ok = hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+            return if ok { Ok(Self::Digest(text.to_owned())) } else { Err(bad()) };
+        }
+        let ok = !text.is_empty()
+            && text.len() <= 128
+            && text.as_bytes()[0].is_ascii_alphanumeric()
+            && text.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'-' | b'_'));
+        if ok { Ok(Self::Named(text.to_owned())) } else { Err(bad()) }
+    }
+}
+
+impl TryFrom<String> for ImageRef {
+    type Error = ImageRefError;
+    fn try_from(text: String) -> Result<Self, ImageRefError> {
+        text.parse()
+    }
+}
+
+impl From<ImageRef> for String {
+    fn from(image: ImageRef) -> String {
+        image.to_string()
+    }
+}
+
+impl fmt::Display for ImageRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Named(name) | Self::Digest(name) => f.write_str(name),
+            Self::Host => f.write_str("host"),
+        }
+    }
+}
+
+/// What was asked for. The egress policy travels beside it, because it changes during a sandbox's life.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SandboxSpec {
+    /// The image.
+    pub image: ImageRef,
+    /// Ceilings.
+    pub limits: Limits,
+    /// Environment of every exec, on top of the image's.
+    pub env: Vec<(String, String)>,
+    /// Host name inside.
+    pub hostname: String,
+}
+
+impl Default for SandboxSpec {
+    fn default() -> Self {
+        Self {
+            image: ImageRef::Named("python".to_owned()),
+            limits: Limits::default(),
+            env: Vec::new(),
+            hostname: "trialrun".to_owned(),
+        }
+    }
+}
+
+/// The isolation layers that a machine really runs under, as its driver reported them after the start.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Isolation {
+    /// `container` or `microvm`.
+    pub driver: String,
+    /// Layers in force, such as `user namespace`, `seccomp allow-list`, `landlock`, `cgroup hybrid`.
+    pub layers: Vec<String>,
+    /// What was asked for or usual but is not in force, each with its reason.
+    pub missing: Vec<String>,
+    /// Facts worth telling, such as "4 vCPUs asked for, 2 cores present: quota over all cores".
+    pub notes: Vec<String>,
+}
+
+/// Environment of every exec before the image's, the sandbox's and the exec's own entries.
+#[must_use]
+pub fn default_env() -> Vec<(String, String)> {
+    [
+        ("PATH", "/workspace/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        ("LANG", "C.UTF-8"),
+        // Debian marks its Python as externally managed (PEP 668); in a machine that is thrown away there is nothing
+        // to protect, and the contract is that pip works without a virtual environment.
+        ("PIP_BREAK_SYSTEM_PACKAGES", "1"),
+        ("PIP_DISABLE_PIP_VERSION_CHECK", "1"),
+        ("PIP_ROOT_USER_ACTION", "ignore"),
+    ]
+    .into_iter()
+    .map(|(k, v)| (k.to_owned(), v.to_owned()))
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn image_references_read_and_print_alike() {
+        for text in ["python", "host", "my-image_1.2", &format!("sha256:{}", "a".repeat(64))] {
+            assert_eq!(text.parse::<ImageRef>().unwrap().to_string(), text);
+        }
+        for text in ["", "Python", "../x", "a/b", "sha256:12", "-x"] {
+            assert!(text.parse::<ImageRef>().is_err(), "{text}");
+        }
+    }
+}
