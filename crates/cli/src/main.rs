@@ -1,1 +1,79 @@
-fn main(){}
+//! The program `trialrun`: thin faces over the engine.
+
+mod args;
+mod attach;
+mod context;
+mod doctor;
+mod failure;
+mod image;
+mod manage;
+mod network;
+mod run;
+mod stream;
+mod suite;
+mod terminal;
+
+use clap::Parser;
+use std::process::ExitCode;
+
+/// First argument of a keeper process. Not for people.
+const KEEPER: &str = "__keeper";
+
+fn main() -> ExitCode {
+    // Before anything else: a keeper's start is on the hot path of every machine's.
+    if std::env::args_os().nth(1).is_some_and(|arg| arg == KEEPER) {
+        return keeper();
+    }
+    let args = args::Args::parse();
+    start_log(args.verbose);
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(e) => {
+            eprintln!("trialrun: can't start: {e}");
+            return ExitCode::from(failure::OURS);
+        }
+    };
+    let json = args.json();
+    let code = match runtime.block_on(dispatch(args)) {
+        Ok(code) => code,
+        Err(failure) => failure.report(json),
+    };
+    // Blocking reads of a terminal's stdin have no end of their own: they must not hold the exit.
+    runtime.shutdown_background();
+    ExitCode::from(code)
+}
+
+fn keeper() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    match trialrun_keeper::main() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("the keeper lost its engine: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start_log(verbose: bool) {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("TRIALRUN_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(if verbose { "debug" } else { "error" }));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}
+
+async fn dispatch(args: args::Args) -> Result<u8, failure::Failure> {
+    use args::Command;
+    match args.command {
+        Command::Run(run) => run::run(&args.dirs, *run).await,
+        Command::Test(test) => suite::test(&args.dirs, *test).await,
+        Command::Attach(attach) => attach::attach(&args.dirs, attach).await,
+        Command::Ps(ps) => manage::ps(&args.dirs, &ps).await,
+        Command::Rm(rm) => manage::rm(&args.dirs, &rm).await,
+        Command::Gc(gc) => manage::gc(&args.dirs, &gc),
+        Command::Doctor(options) => doctor::doctor(&args.dirs, &options),
+        Command::Image(image) => image::image(&args.dirs, image).await,
+    }
+}

@@ -1,0 +1,105 @@
+//! What every command starts with: root, directories, the engine.
+
+use crate::{KEEPER, args::Dirs, failure::Failure};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::{io::IsTerminal, time::Duration};
+use trialrun_engine::{Config, Engine, Guest};
+use trialrun_image::BuildProgress;
+use trialrun_model::ImageRef;
+
+/// Opens the engine.
+///
+/// # Errors
+/// Without root, or when a directory or the store can't be used.
+pub fn engine(dirs: &Dirs) -> Result<Engine, Failure> {
+    need_root()?;
+    let program = std::env::current_exe().map_err(|e| Failure::ours(format!("can't find my own program: {e}")))?;
+    let config = Config {
+        data_dir: absolute(&dirs.data_dir)?,
+        cache_dir: absolute(&dirs.cache_dir)?,
+        keeper: (program, vec![KEEPER.to_owned()]),
+        guest: Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST },
+    };
+    Ok(Engine::open(config)?)
+}
+
+fn absolute(path: &std::path::Path) -> Result<std::path::PathBuf, Failure> {
+    std::path::absolute(path).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
+}
+
+/// trialrun needs root for now: uid ranges, mounts and network namespaces are made by it.
+///
+/// # Errors
+/// Without root: one line that says so and how.
+pub fn need_root() -> Result<(), Failure> {
+    if rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    Err(Failure::usage("trialrun needs root for now: run it with sudo (sudo -E trialrun …)"))
+}
+
+/// A line that says what is being done, on a terminal; plain lines elsewhere.
+pub struct Steps {
+    bar: Option<ProgressBar>,
+    silent: bool,
+}
+
+impl Steps {
+    /// Shown on standard error; `silent` shows nothing.
+    pub fn new(silent: bool) -> Self {
+        let bar = (!silent && std::io::stderr().is_terminal()).then(|| {
+            let style = ProgressStyle::with_template("{spinner} {msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_spinner());
+            let bar = ProgressBar::new_spinner().with_style(style);
+            bar.enable_steady_tick(Duration::from_millis(120));
+            bar
+        });
+        Self { bar, silent }
+    }
+
+    /// What is being done now.
+    pub fn say(&self, message: &str) {
+        let message = trialrun_report::terminal::safe(message);
+        match &self.bar {
+            Some(bar) => {
+                bar.reset_elapsed();
+                bar.set_message(message);
+            }
+            None if !self.silent => eprintln!("… {message}"),
+            None => {}
+        }
+    }
+
+    /// Takes the line away, before something else writes.
+    pub fn clear(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Builds the stock image if it is asked for and not there, and says so: that takes a minute.
+///
+/// # Errors
+/// A build that failed.
+pub async fn ensure_image(engine: &Engine, image: &ImageRef, steps: &Steps) -> Result<(), Failure> {
+    let ImageRef::Named(name) = image else { return Ok(()) };
+    if name != "python" || engine.images().resolve(image).is_ok() {
+        return Ok(());
+    }
+    steps.say("building the stock image python from Debian's packages (once, about a minute)");
+    let store = engine.images().clone();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    let work = tokio::task::spawn_blocking(move || {
+        store.ensure_python(&mut |progress| {
+            let _ = tell.send(match progress {
+                BuildProgress::Waiting => "waiting for another trialrun that builds the image python".to_owned(),
+                BuildProgress::Step(step) => format!("image python: {step}"),
+            });
+        })
+    });
+    while let Some(message) = told.recv().await {
+        steps.say(&message);
+    }
+    work.await.map_err(|e| Failure::ours(e.to_string()))??;
+    Ok(())
+}

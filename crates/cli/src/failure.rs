@@ -1,0 +1,108 @@
+//! Failures of ours or of the call, never of the user's code: what went wrong, the way out, the exit code.
+
+use std::error::Error;
+pub use trialrun_report::exit_codes;
+
+/// Exit code of a failure of ours.
+pub const OURS: u8 = exit_codes::COULD_NOT_RUN as u8;
+
+/// Something that kept us from doing what was asked.
+#[derive(Debug)]
+pub struct Failure {
+    /// Exit code.
+    pub code: u8,
+    /// What, in one line.
+    pub message: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+impl Failure {
+    /// A mistake in the call.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { code: exit_codes::USAGE as u8, message: message.into(), hint: None }
+    }
+
+    /// A failure of ours or of the host.
+    pub fn ours(message: impl Into<String>) -> Self {
+        Self { code: OURS, message: message.into(), hint: None }
+    }
+
+    /// A failure of ours with its chain of causes.
+    pub fn from_error(error: &dyn Error) -> Self {
+        Self::ours(chain(error))
+    }
+
+    /// With the way out.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Prints it and gives the exit code.
+    pub fn report(&self, json: bool) -> u8 {
+        if json {
+            let value = serde_json::json!({
+                "schema": 1,
+                "error": { "message": self.message, "hint": self.hint, "exit_code": self.code },
+            });
+            println!("{value}");
+        }
+        eprintln!("trialrun: {}", trialrun_report::terminal::safe(&self.message));
+        if let Some(hint) = &self.hint {
+            eprintln!("          {}", trialrun_report::terminal::safe(hint));
+        }
+        self.code
+    }
+}
+
+/// An error and its causes, each said once.
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let words = cause.to_string();
+        if !text.contains(&words) {
+            text.push_str(": ");
+            text.push_str(&words);
+        }
+        source = cause.source();
+    }
+    text
+}
+
+impl From<trialrun_engine::CreateError> for Failure {
+    fn from(error: trialrun_engine::CreateError) -> Self {
+        if let trialrun_engine::CreateError::Limits(limits) = &error {
+            return Self::usage(limits.to_string());
+        }
+        Self::ours(format!("can't make the machine: {}", chain(&error))).hint("trialrun doctor says what this host can do")
+    }
+}
+
+impl From<trialrun_engine::EngineError> for Failure {
+    fn from(error: trialrun_engine::EngineError) -> Self {
+        match &error {
+            trialrun_engine::EngineError::NotFound(_) => Self::usage(error.to_string()),
+            _ => Self::ours(format!("can't {}", chain(&error))),
+        }
+    }
+}
+
+impl From<trialrun_engine::CallError> for Failure {
+    fn from(error: trialrun_engine::CallError) -> Self {
+        Self::ours(error.message)
+    }
+}
+
+impl From<trialrun_engine::TransferError> for Failure {
+    fn from(error: trialrun_engine::TransferError) -> Self {
+        Self::ours(format!("can't {}", chain(&error)))
+    }
+}
+
+impl From<trialrun_image::ImageError> for Failure {
+    fn from(error: trialrun_image::ImageError) -> Self {
+        Self::ours(chain(&error))
+    }
+}

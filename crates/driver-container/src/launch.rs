@@ -1,0 +1,311 @@
+//! From a specification to a running guest agent, in steps with undos.
+//!
+//! ```text
+//! pool, layer ─> cgroup ─> user namespace ─> child (inside.rs)  ─> agent says Ready (the keeper's to see)
+//!                                             └ v1 cgroups joined beside it, then "go"
+//! ```
+//! A failed step drops what earlier ones made: [`Parts`] removes the layer and the groups unless it was released.
+
+use crate::{
+    cgroup::{Hierarchy, MachineCgroup},
+    inside::{Inside, StepError},
+    layer::{Layer, Pool},
+};
+use std::{
+    fs::File,
+    io::{self, Read, Seek, Write},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    time::Duration,
+};
+use trialrun_driver::{Capabilities, Driver, LaunchError, Machine, MachineSpec, Usage};
+use trialrun_model::{ExecId, Isolation, Limits};
+use trialrun_sys::ns::{self, Child, Namespaces};
+
+/// How long the end of a machine waits for its killed processes to leave their cgroup.
+const DEATH_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Makes container machines.
+#[derive(Debug, Default)]
+pub struct ContainerDriver;
+
+struct Parts {
+    pool: Pool,
+    layer: Option<Layer>,
+    cgroup: Option<MachineCgroup>,
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        if let Some(cgroup) = self.cgroup.take() {
+            let _ = cgroup.remove(DEATH_PATIENCE);
+        }
+        if let Some(layer) = self.layer.take() {
+            let _ = self.pool.remove(layer.name());
+        }
+    }
+}
+
+struct ContainerMachine {
+    parts: Parts,
+    child: Child,
+    stream: Option<UnixStream>,
+    isolation: Isolation,
+    cgroup_dirs_left: Vec<ExecId>,
+}
+
+fn fail(step: &str) -> impl FnOnce(io::Error) -> LaunchError {
+    let step = step.to_owned();
+    move |cause| LaunchError::new(step, cause)
+}
+
+impl Driver for ContainerDriver {
+    fn name(&self) -> &'static str {
+        "container"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { passes_fds: true, slots: true, disk_limit: true, fork_disk: false, fork_memory: false }
+    }
+
+    fn launch(&self, spec: MachineSpec) -> Result<Box<dyn Machine>, LaunchError> {
+        let hierarchy = Hierarchy::detect().map_err(|cause| LaunchError {
+            step: "find the cgroup2 mount".to_owned(),
+            way_out: Some("mount it: mount -t cgroup2 none /sys/fs/cgroup/unified".to_owned()),
+            cause,
+        })?;
+        let pool = Pool::open(&spec.data_dir)?;
+        let mut parts = Parts { pool, layer: None, cgroup: None };
+        let (id, base) = (spec.id.as_str(), spec.lineage.uid_base());
+        parts.layer = Some(parts.pool.create(id, base, spec.limits.disk)?);
+        let cgroup = MachineCgroup::create(hierarchy.clone(), &spec.tag, &spec.id, &spec.limits, base)
+            .map_err(fail(&format!("make the cgroup of {id}")))?;
+        parts.cgroup = Some(cgroup);
+        let userns = ns::user_namespace(base, spec.lineage.uid_count()).map_err(fail("make the user namespace"))?;
+        let (child, stream) = start(spec, &parts, &userns)?;
+        let isolation = describe(&parts, &hierarchy, &child.1);
+        Ok(Box::new(ContainerMachine {
+            parts,
+            child: child.0,
+            stream: Some(stream),
+            isolation,
+            cgroup_dirs_left: Vec::new(),
+        }))
+    }
+}
+
+fn describe(parts: &Parts, hierarchy: &Hierarchy, limits: &Limits) -> Isolation {
+    let mut isolation = Isolation { driver: "container".to_owned(), ..Isolation::default() };
+    isolation.layers = [
+        "user namespace with its own uid range",
+        "mount, pid, network, ipc, uts and cgroup namespaces",
+        "id-mapped read-only base",
+        "capabilities",
+        "seccomp allow-list",
+        hierarchy.label(),
+        parts.pool.label(),
+    ]
+    .map(str::to_owned)
+    .to_vec();
+    if let Some(cgroup) = &parts.cgroup {
+        isolation.missing.extend(cgroup.missing());
+    }
+    match (parts.pool.unlimited_because(), &parts.layer) {
+        (Some(reason), _) => isolation.missing.push(format!("disk limit: {reason}")),
+        (None, Some(layer)) if !layer.limited() => {
+            isolation.missing.push("disk limit: this kernel has no btrfs simple quotas (Linux 6.7)".to_owned());
+        }
+        _ => {}
+    }
+    let cores = cores();
+    if limits.vcpus as usize > cores {
+        isolation.notes.push(format!("{} vCPUs were asked for and {cores} cores are here: they share all of them", limits.vcpus));
+    }
+    isolation
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// The CPUs a machine may run on: as many as its vCPUs, so that programs count right. Neighbouring lineages start at
+/// different ones.
+fn affinity(limits: &Limits, lineage: u32) -> Vec<usize> {
+    let Ok(present) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
+    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| present.is_set(*cpu)).collect();
+    let want = limits.vcpus as usize;
+    if cpus.is_empty() || want >= cpus.len() {
+        return Vec::new();
+    }
+    (0..want).map(|n| cpus[(lineage as usize * want + n) % cpus.len()]).collect()
+}
+
+fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, Limits), UnixStream), LaunchError> {
+    let (Some(layer), Some(cgroup)) = (&parts.layer, &parts.cgroup) else {
+        return Err(LaunchError::new("start", io::Error::other("the layer and the cgroup come first")));
+    };
+    let stage = spec.data_dir.join("stage");
+    std::fs::create_dir_all(&stage).map_err(fail(&format!("make {}", stage.display())))?;
+    let (host, guest) = UnixStream::pair().map_err(fail("make the guest stream"))?;
+    let boot = boot_file(&spec.boot).map_err(fail("write the boot message"))?;
+    let (go_read, mut go_write) = io::pipe().map_err(fail("make a pipe"))?;
+    let (mut report_read, report_write) = io::pipe().map_err(fail("make a pipe"))?;
+    let init_dir = cgroup.init_dir().map_err(fail("open the cgroup"))?;
+    let cpus = affinity(&spec.limits, spec.lineage.0);
+    let namespaces = Namespaces::MOUNT.with(Namespaces::PID).with(Namespaces::IPC).with(Namespaces::UTS);
+    let namespaces = if spec.netns.is_some() { namespaces } else { namespaces.with(Namespaces::NET) };
+    let mut inside = Some(Inside {
+        rootfs: &spec.rootfs,
+        layer,
+        stage: &stage,
+        userns: userns.as_fd(),
+        netns: spec.netns.as_ref().map(AsFd::as_fd),
+        uid_base: spec.lineage.uid_base(),
+        hostname: &spec.hostname,
+        shm_bytes: spec.limits.memory.bytes() / 2,
+        cpus: &cpus,
+        go: File::from(OwnedFd::from(go_read)),
+        program: spec.guest_program,
+        fds: vec![guest.into(), boot.into()],
+    });
+    let mut report_write = Some(report_write);
+    let child = ns::clone3(namespaces, Some(init_dir.as_fd()), || {
+        let Some(inside) = inside.take() else { return 1 };
+        let StepError { step, cause } = inside.run();
+        // Read by the parent; the pipe closes by itself when the agent starts.
+        if let Some(mut report) = report_write.take() {
+            let _ = write!(report, "{}\n{step}", cause.raw_os_error().unwrap_or(0));
+        }
+        1
+    })
+    .map_err(fail("make the first process"))?;
+    drop((inside, report_write));
+    // Beside the child's mounts: the v1 join waits for the kernel.
+    let joined = cgroup.join_v1(child.pid);
+    if joined.is_ok() {
+        // A child that already failed no longer reads; its own report says why.
+        let _ = go_write.write_all(b"g");
+    }
+    drop(go_write);
+    let mut report = String::new();
+    let _ = report_read.read_to_string(&mut report);
+    let reported = report.split_once('\n').map(|(errno, step)| {
+        let errno = errno.parse().ok().filter(|n| *n != 0);
+        LaunchError::new(step, errno.map_or_else(|| io::Error::other("no errno"), io::Error::from_raw_os_error))
+    });
+    // A child that died makes the join fail too: its own word is the cause.
+    let failed = reported.or(joined.map_err(fail("put the machine under its limits")).err());
+    if let Some(error) = failed {
+        let _ = rustix::process::pidfd_send_signal(&child.pidfd, rustix::process::Signal::KILL);
+        reap(&child);
+        return Err(error);
+    }
+    Ok(((child, spec.limits), host))
+}
+
+fn boot_file(boot: &[u8]) -> io::Result<File> {
+    let mut file = File::from(rustix::fs::memfd_create("boot", rustix::fs::MemfdFlags::CLOEXEC)?);
+    file.write_all(boot)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+fn reap(child: &Child) {
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
+    let _ = waitid(WaitId::PidFd(child.pidfd.as_fd()), WaitIdOptions::EXITED);
+}
+
+impl ContainerMachine {
+    fn cgroup(&self) -> Option<&MachineCgroup> {
+        self.parts.cgroup.as_ref()
+    }
+
+    fn with_cgroup<T>(&self, act: impl FnOnce(&MachineCgroup) -> io::Result<T>) -> io::Result<T> {
+        self.cgroup().map_or_else(|| Err(io::Error::from(io::ErrorKind::NotFound)), act)
+    }
+}
+
+impl Machine for ContainerMachine {
+    fn guest_stream(&mut self) -> Option<UnixStream> {
+        self.stream.take()
+    }
+
+    fn death(&self) -> BorrowedFd<'_> {
+        self.child.pidfd.as_fd()
+    }
+
+    fn isolation(&self) -> &Isolation {
+        &self.isolation
+    }
+
+    fn open_slot(&mut self, exec: ExecId) -> io::Result<Option<OwnedFd>> {
+        // Leaves that still held a dying process when their exec ended.
+        self.cgroup_dirs_left.retain(|left| !self.parts.cgroup.as_ref().is_none_or(|c| c.close_exec(*left)));
+        self.with_cgroup(|c| c.open_exec(exec)).map(Some)
+    }
+
+    fn kill_slot(&mut self, exec: ExecId) -> io::Result<()> {
+        self.with_cgroup(|c| c.kill_exec(exec))
+    }
+
+    fn slot_usage(&self, exec: ExecId) -> (Duration, u32) {
+        self.cgroup().map_or((Duration::ZERO, 0), |c| c.exec_usage(exec))
+    }
+
+    fn close_slot(&mut self, exec: ExecId) -> bool {
+        let closed = self.cgroup().is_none_or(|c| c.close_exec(exec));
+        if !closed {
+            self.cgroup_dirs_left.push(exec);
+        }
+        closed
+    }
+
+    fn set_limits(&mut self, limits: &Limits) -> io::Result<()> {
+        self.with_cgroup(|c| c.set_limits(limits))?;
+        if let Some(layer) = &mut self.parts.layer {
+            layer.set_limit(limits.disk)?;
+        }
+        let cpus = affinity(limits, 0);
+        if !cpus.is_empty() {
+            let mut set = rustix::thread::CpuSet::new();
+            cpus.iter().for_each(|cpu| set.set(*cpu));
+            rustix::thread::sched_setaffinity(rustix::process::Pid::from_raw(self.child.pid), &set)?;
+        }
+        Ok(())
+    }
+
+    fn usage(&self) -> Usage {
+        let mut usage = self.cgroup().map_or_else(Usage::default, MachineCgroup::usage);
+        usage.disk_full = self.parts.layer.as_ref().is_some_and(Layer::full);
+        usage
+    }
+
+    fn oom_kills(&self) -> u64 {
+        self.cgroup().map_or(0, MachineCgroup::oom_kills)
+    }
+
+    fn tend(&mut self) {
+        // A pool that can't grow gives ENOSPC to who writes; the exec's result names it.
+        let _ = self.parts.pool.grow_if_low();
+    }
+
+    fn kill(&mut self) {
+        let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, rustix::process::Signal::KILL);
+    }
+
+    fn destroy(&mut self) -> Result<(), LaunchError> {
+        self.kill();
+        reap(&self.child);
+        let mut first = None;
+        if let Some(cgroup) = self.parts.cgroup.take() {
+            first = cgroup.remove(DEATH_PATIENCE).map_err(fail("remove the cgroup")).err();
+        }
+        if let Some(layer) = self.parts.layer.take() {
+            let removed = self.parts.pool.remove(layer.name()).map_err(fail("remove the layer"));
+            first = first.or(removed.err());
+        }
+        first.map_or(Ok(()), Err)
+    }
+}

@@ -1,0 +1,261 @@
+//! Creating a sandbox: steps with undos.
+
+use crate::{Engine, error::CreateError, sandbox::Sandbox};
+use rustix::fs::FlockOperation;
+use std::{
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{fs::OpenOptionsExt, net::UnixStream},
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+use trialrun_keeper::{
+    client::KeeperClient,
+    conn, machine_dir,
+    wire::{KeeperSpec, Started},
+};
+use trialrun_guest_proto::frame::Kind;
+use trialrun_model::{SandboxId, SandboxSpec, Transition};
+use trialrun_policy::Policy;
+use trialrun_store::NewSandbox;
+
+/// The guest agent's program.
+#[derive(Debug, Clone)]
+pub enum Guest {
+    /// Carried inside the running program; written below the cache directory once.
+    Embedded {
+        /// The program.
+        program: &'static [u8],
+        /// Its SHA-256.
+        digest: &'static str,
+    },
+    /// A file.
+    File(PathBuf),
+}
+
+/// How a sandbox is made.
+#[derive(Debug, Clone)]
+pub struct CreateOptions {
+    /// What.
+    pub spec: SandboxSpec,
+    /// First egress policy.
+    pub policy: Policy,
+    /// Ends with this process. Else it lives until deleted or until its lease ends.
+    pub attached: bool,
+    /// Longest life.
+    pub lease: Option<Duration>,
+}
+
+impl Guest {
+    /// The program as a file that no machine can write: made once per digest, shared by all machines.
+    pub(crate) fn install(&self, cache_dir: &Path) -> io::Result<PathBuf> {
+        let (program, digest) = match self {
+            Self::File(path) => return Ok(path.clone()),
+            Self::Embedded { program, digest } => (program, digest),
+        };
+        let dir = cache_dir.join("guest");
+        let path = dir.join(digest);
+        if path.exists() {
+            return Ok(path);
+        }
+        crate::make_dir(&dir)?;
+        let fresh = dir.join(format!(".new-{}", std::process::id()));
+        let write = || -> io::Result<()> {
+            let mut file = File::options().create(true).truncate(true).write(true).mode(0o555).open(&fresh)?;
+            io::Write::write_all(&mut file, program)?;
+            fs::rename(&fresh, &path)
+        };
+        write().inspect_err(|_| drop(fs::remove_file(&fresh)))?;
+        Ok(path)
+    }
+}
+
+/// Undoes the steps of a creation that did not come to its end.
+struct Undo<'a> {
+    engine: &'a Engine,
+    id: SandboxId,
+    dir: PathBuf,
+    keeper: Option<Child>,
+    armed: bool,
+}
+
+impl Drop for Undo<'_> {
+    fn drop(&mut self) {
+        if !self.armed {
+            return;
+        }
+        if let Some(keeper) = &mut self.keeper {
+            // Its control stream is closed by now: it ends its machine and then itself.
+            let _ = keeper.wait();
+        }
+        let _ = fs::remove_dir_all(&self.dir);
+        let id = self.id.clone();
+        let _ = self.engine.store(|store| store.mark_gone(&id, "creation failed"));
+    }
+}
+
+impl Engine {
+    /// Makes a sandbox and waits until its machine answers.
+    ///
+    /// # Errors
+    /// The step that failed; nothing is left of the sandbox then.
+    pub async fn create(&self, options: CreateOptions) -> Result<Sandbox, CreateError> {
+        options.spec.limits.check()?;
+        let id = new_id().map_err(CreateError::step("get random bytes"))?;
+        let rootfs = self.rootfs(&options.spec)?;
+        let config = &self.inner.config;
+        let guest_program = config.guest.install(&config.cache_dir).map_err(CreateError::step("install the guest agent"))?;
+        let dir = machine_dir(&config.data_dir, &id);
+        let new = NewSandbox {
+            id: id.clone(),
+            lineage: None,
+            driver: "container".to_owned(),
+            image: options.spec.image.clone(),
+            spec: options.spec.clone(),
+            owner_pid: Some(std::process::id()),
+            expires_ms: options.lease.map(expiry_ms),
+            detached: !options.attached,
+        };
+        let record = self.store(|store| store.create_sandbox(&new)).map_err(CreateError::Store)?;
+        let mut undo = Undo { engine: self, id: id.clone(), dir: dir.clone(), keeper: None, armed: true };
+        let lock = self.claim(&dir)?;
+        let keeper_spec = KeeperSpec {
+            id: id.clone(),
+            lineage: record.lineage,
+            limits: options.spec.limits,
+            hostname: options.spec.hostname.clone(),
+            rootfs: rootfs.rootfs,
+            env: machine_env(&rootfs.env, &options.spec),
+            user: rootfs.user,
+            cwd: rootfs.cwd,
+            policy: options.policy,
+            upstream_proxy: proxy_setting(&["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"]),
+            no_proxy: proxy_setting(&["NO_PROXY", "no_proxy"]),
+            data_dir: config.data_dir.clone(),
+            tag: self.inner.tag.clone(),
+            guest_program,
+            attached: options.attached,
+            lease: options.lease,
+        };
+        let (ours, theirs) = UnixStream::pair().map_err(CreateError::step("make the control stream"))?;
+        undo.keeper = Some(self.spawn_keeper(&dir, theirs)?);
+        let (control, started) = greet(ours, &keeper_spec, lock, &dir).await?;
+        let Started::Ready { keeper_pid, isolation, timings } = started else {
+            let Started::Failed(failure) = started else { unreachable!("two variants") };
+            return Err(CreateError::Start(failure));
+        };
+        self.store(|store| {
+            store.set_keeper(&id, keeper_pid, None)?;
+            store.set_state(&id, Transition::Ready)
+        })
+        .map_err(CreateError::Update)?;
+        undo.armed = false;
+        let keeper = undo.keeper.take();
+        let client = KeeperClient::new(dir);
+        Ok(Sandbox::new(self.clone(), id, client, Some(control), keeper, isolation, timings))
+    }
+
+    /// Makes the machine's directory and takes the lock that its keeper will hold for life.
+    fn claim(&self, dir: &Path) -> Result<OwnedFd, CreateError> {
+        // Shared against recovery's exclusive one: a directory without a taken lock is never seen by it.
+        let gate = self.gate(FlockOperation::LockShared).map_err(CreateError::step("lock the machines directory"))?;
+        let make = || -> io::Result<OwnedFd> {
+            crate::make_dir(dir)?;
+            let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(dir.join(trialrun_keeper::LOCK_NAME))?;
+            rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+            Ok(file.into())
+        };
+        let lock = make().map_err(CreateError::step(format!("make {}", dir.display())))?;
+        drop(gate);
+        Ok(lock)
+    }
+
+    pub(crate) fn gate(&self, operation: FlockOperation) -> io::Result<File> {
+        let path = self.inner.config.data_dir.join("machines.lock");
+        let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(path)?;
+        rustix::fs::flock(&file, operation)?;
+        Ok(file)
+    }
+
+    fn spawn_keeper(&self, dir: &Path, control: UnixStream) -> Result<Child, CreateError> {
+        let (program, args) = &self.inner.config.keeper;
+        let log = File::options().create(true).append(true).mode(0o600).open(dir.join("keeper.log"));
+        let log = log.map_err(CreateError::step("make the keeper's log"))?;
+        Command::new(program)
+            .args(args)
+            .env_clear()
+            .envs(std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TRIALRUN_") || name == "PATH"))
+            .stdin(Stdio::from(OwnedFd::from(control)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::from(log))
+            .spawn()
+            .map_err(CreateError::step(format!("start the keeper {}", program.display())))
+    }
+}
+
+async fn greet(
+    ours: UnixStream,
+    spec: &KeeperSpec,
+    lock: OwnedFd,
+    dir: &Path,
+) -> Result<((conn::Receiver, conn::Sender), Started), CreateError> {
+    let talk = async {
+        let (mut receiver, sender) = conn::split(ours)?;
+        sender.json(Kind::Request, spec, &[lock.as_fd()]).await?;
+        drop(lock);
+        let started: Started = receiver.json().await?;
+        Ok::<_, io::Error>(((receiver, sender), started))
+    };
+    talk.await.map_err(|_| CreateError::KeeperDied { log: last_words(dir) })
+}
+
+/// The moment `lease` from now, in milliseconds since 1970.
+pub(crate) fn expiry_ms(lease: Duration) -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from((now + lease).as_millis()).unwrap_or(u64::MAX)
+}
+
+fn last_words(dir: &Path) -> Option<String> {
+    let text = fs::read_to_string(dir.join("keeper.log")).ok()?;
+    let start = text.char_indices().rev().nth(600).map_or(0, |(at, _)| at);
+    let words = text[start..].trim();
+    (!words.is_empty()).then(|| words.to_owned())
+}
+
+fn new_id() -> io::Result<SandboxId> {
+    let mut entropy = [0; 8];
+    rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())?;
+    Ok(SandboxId::from_entropy(entropy))
+}
+
+fn proxy_setting(names: &[&str]) -> Option<String> {
+    names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+}
+
+/// Ours first, then the image's, then what programs read to choose their number of workers, then the sandbox's.
+fn machine_env(image: &[(String, String)], spec: &SandboxSpec) -> Vec<(String, String)> {
+    let mut env = trialrun_model::default_env();
+    env.extend_from_slice(image);
+    env.extend(worker_env(spec.limits.vcpus));
+    env.extend(spec.env.iter().cloned());
+    env
+}
+
+/// Programs count the CPUs that they may run on; these variables say the vCPUs also where a machine has more of them
+/// than the host has cores.
+pub(crate) fn worker_env(vcpus: u32) -> impl Iterator<Item = (String, String)> {
+    [
+        "PYTEST_XDIST_AUTO_NUM_WORKERS",
+        "CARGO_BUILD_JOBS",
+        "RAYON_NUM_THREADS",
+        "GOMAXPROCS",
+        "NEXTEST_TEST_THREADS",
+        "PYTHON_CPU_COUNT",
+    ]
+    .into_iter()
+    .map(move |name| (name.to_owned(), vcpus.to_string()))
+}

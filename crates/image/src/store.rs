@@ -1,0 +1,346 @@
+//! Images by digest and by name.
+
+use crate::{
+    BuildError, BuildProgress, Builder, DebianPython, DigestError, DirError, digest,
+    dir::{Temp, at, lock, private, sweep, write_atomic},
+};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+use trialrun_model::ImageRef;
+
+/// Version of `image.json` and of the names' files.
+const FORMAT: u32 = 1;
+
+/// How an image's machines start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageConfig {
+    /// Environment of every exec.
+    pub env: Vec<(String, String)>,
+    /// User of an exec that names none.
+    pub user: String,
+    /// Working directory of an exec that names none.
+    pub cwd: String,
+}
+
+impl Default for ImageConfig {
+    fn default() -> Self {
+        Self { env: Vec::new(), user: "runtime".into(), cwd: "/workspace".into() }
+    }
+}
+
+/// An image that is present.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// `sha256:…`.
+    pub digest: String,
+    /// The name by which it was asked for, if it was.
+    pub name: Option<String>,
+    /// Its files; read-only for everyone, owners as in the image.
+    pub tree: PathBuf,
+    /// How its machines start.
+    pub config: ImageConfig,
+}
+
+/// `image.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageRecord {
+    /// Version of this file's format.
+    pub format: u32,
+    /// `sha256:…`.
+    pub digest: String,
+    /// How its machines start.
+    pub config: ImageConfig,
+    /// When it was built, in milliseconds since 1970. Not part of the digest.
+    pub created_ms: u64,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// Number of its files.
+    pub files: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct NameRecord {
+    format: u32,
+    digest: String,
+}
+
+/// An image could not be found, built or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// No such image.
+    #[error("there is no image {asked}; {}", what_is_there(.present))]
+    Unknown {
+        /// What was asked for.
+        asked: String,
+        /// The names that exist.
+        present: Vec<String>,
+    },
+    /// The host image is no image of the store.
+    #[error("the image \"host\" is made from the host's own system and is not in the image store")]
+    Host,
+    /// Another trialrun wrote it, or its file is damaged.
+    #[error("{} is not readable by this trialrun ({why}); remove the image (trialrun image rm) and build it again", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// The build failed.
+    #[error("failed to build the image {name}")]
+    Build {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: BuildError,
+    },
+    /// Its digest could not be formed.
+    #[error("failed to form the digest of the image {name}")]
+    Digest {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: DigestError,
+    },
+    /// The cache directory could not be used.
+    #[error(transparent)]
+    Dir(#[from] DirError),
+}
+
+fn what_is_there(names: &[String]) -> String {
+    let host = "\"host\" (the host's own system, nothing to build) always works";
+    match names {
+        [] => format!("no image is present yet; \"python\" is built at its first use, and {host}"),
+        names => format!("present: {}; \"python\" is built at its first use, and {host}", names.join(", ")),
+    }
+}
+
+/// The images of one cache directory.
+#[derive(Debug, Clone)]
+pub struct ImageStore {
+    images: PathBuf,
+}
+
+impl ImageStore {
+    /// Opens the store below `cache_dir`, makes it when it is missing, and removes what interrupted builds left.
+    ///
+    /// # Errors
+    /// When the directory can't be made or read, or is open to other users.
+    pub fn open(cache_dir: &Path) -> Result<Self, DirError> {
+        let images = private(cache_dir, "images")?;
+        private(&images, "names")?;
+        sweep(&images)?;
+        Ok(Self { images })
+    }
+
+    /// The image that `image` names.
+    ///
+    /// # Errors
+    /// When it is not present, or its record can't be read.
+    pub fn resolve(&self, image: &ImageRef) -> Result<Image, ImageError> {
+        let (digest, name) = match image {
+            ImageRef::Host => return Err(ImageError::Host),
+            ImageRef::Digest(digest) => (Some(digest.clone()), None),
+            ImageRef::Named(name) => (self.name(name)?, Some(name.clone())),
+        };
+        let unknown = || ImageError::Unknown { asked: image.to_string(), present: self.names() };
+        let digest = digest.ok_or_else(unknown)?;
+        let record = self.record(&digest)?.ok_or_else(unknown)?;
+        Ok(Image { tree: self.place(&digest).join("tree"), digest, name, config: record.config })
+    }
+
+    /// The stock image `python`: builds it from the host's Debian or Ubuntu packages when it is not present.
+    ///
+    /// # Errors
+    /// When it can't be built.
+    pub fn ensure_python(&self, progress: &mut dyn FnMut(BuildProgress)) -> Result<Image, ImageError> {
+        self.ensure("python", &DebianPython::default(), progress)
+    }
+
+    /// The image `name`, which `builder` makes when it is not present: once, however many processes ask. Those that wait
+    /// are told so.
+    ///
+    /// # Errors
+    /// When it can't be built; nothing is left of it then.
+    pub fn ensure(
+        &self,
+        name: &str,
+        builder: &dyn Builder,
+        progress: &mut dyn FnMut(BuildProgress),
+    ) -> Result<Image, ImageError> {
+        let named = ImageRef::Named(name.to_owned());
+        match self.resolve(&named) {
+            Err(ImageError::Unknown { .. }) => {}
+            other => return other,
+        }
+        let path = self.images.join(format!(".build-{name}.lock"));
+        let _lock = lock(&path, || progress(BuildProgress::Waiting))?;
+        match self.resolve(&named) {
+            Err(ImageError::Unknown { .. }) => {}
+            other => return other,
+        }
+        let digest = self.build(name, builder, progress)?;
+        let record = NameRecord { format: FORMAT, digest };
+        write_atomic(&self.name_file(name), &json(&record))?;
+        self.resolve(&named)
+    }
+
+    /// Builds and stores an image, and returns its digest.
+    fn build(
+        &self,
+        name: &str,
+        builder: &dyn Builder,
+        progress: &mut dyn FnMut(BuildProgress),
+    ) -> Result<String, ImageError> {
+        let temp = Temp::new(&self.images)?;
+        let tree = temp.path().join("tree");
+        std::fs::create_dir(&tree)
+            .and_then(|()| std::fs::set_permissions(&tree, std::fs::Permissions::from_mode(0o755)))
+            .map_err(at("create", &tree))?;
+        let config =
+            builder.build(&tree, progress).map_err(|source| ImageError::Build { name: name.to_owned(), source })?;
+        progress(BuildProgress::Step("forming the image's digest".into()));
+        let (tree_digest, totals) =
+            digest::measure(&tree).map_err(|source| ImageError::Digest { name: name.to_owned(), source })?;
+        let mut hash = Sha256::new_with_prefix("trialrun image 1\n");
+        hash.update(tree_digest.as_bytes());
+        hash.update(json(&config));
+        let digest = format!("sha256:{}", digest::hex(&hash.finalize()));
+        let created_ms = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
+        let record =
+            ImageRecord { format: FORMAT, digest: digest.clone(), config, created_ms, bytes: totals.bytes, files: totals.files };
+        write_atomic(&temp.path().join("image.json"), &json(&record))?;
+        // A tree must never be found by its digest with files that a power cut emptied.
+        File::open(&self.images)
+            .and_then(|dir| Ok(rustix::fs::syncfs(&dir)?))
+            .map_err(at("write back", &self.images))?;
+        temp.publish(&self.place(&digest))?;
+        Ok(digest)
+    }
+
+    /// All images with the names that point at each.
+    ///
+    /// # Errors
+    /// When the store can't be listed.
+    pub fn ls(&self) -> Result<Vec<(ImageRecord, Vec<String>)>, ImageError> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&self.images).map_err(at("list", &self.images))? {
+            let name = entry.map_err(at("list", &self.images))?.file_name();
+            let Some(hex) = name.to_str().filter(|n| n.len() == 64) else { continue };
+            let digest = format!("sha256:{hex}");
+            if let Some(record) = self.record(&digest)? {
+                let names = self.names().into_iter().filter(|n| self.name(n).is_ok_and(|d| d.as_ref() == Some(&digest)));
+                found.push((record, names.collect()));
+            }
+        }
+        found.sort_by(|a, b| (a.0.created_ms, &a.0.digest).cmp(&(b.0.created_ms, &b.0.digest)));
+        Ok(found)
+    }
+
+    /// The image's record.
+    ///
+    /// # Errors
+    /// As [`ImageStore::resolve`].
+    pub fn inspect(&self, image: &ImageRef) -> Result<ImageRecord, ImageError> {
+        let found = self.resolve(image)?;
+        self.record(&found.digest)?
+            .ok_or_else(|| ImageError::Unknown { asked: image.to_string(), present: self.names() })
+    }
+
+    /// Removes a name, or an image by digest with all its names. An image without names is removed with its last name.
+    /// The caller makes sure that no machine stands on it.
+    ///
+    /// # Errors
+    /// When it is not present or can't be removed.
+    pub fn rm(&self, image: &ImageRef) -> Result<(), ImageError> {
+        let digest = match image {
+            ImageRef::Host => return Err(ImageError::Host),
+            ImageRef::Digest(digest) => Some(digest.clone()),
+            // Also with a damaged record: `rm` is the way out of that.
+            ImageRef::Named(name) => self.name(name)?,
+        };
+        let unknown = || ImageError::Unknown { asked: image.to_string(), present: self.names() };
+        let digest = digest.ok_or_else(unknown)?;
+        let mut left = 0;
+        for name in self.names() {
+            let file = self.name_file(&name);
+            if matches!(image, ImageRef::Named(asked) if *asked == name) || matches!(image, ImageRef::Digest(_)) && self.name(&name)?.as_ref() == Some(&digest) {
+                std::fs::remove_file(&file).map_err(at("remove", &file))?;
+            } else if self.name(&name)?.as_ref() == Some(&digest) {
+                left += 1;
+            }
+        }
+        if left > 0 {
+            return Ok(());
+        }
+        let place = self.place(&digest);
+        // Out of sight first, so that half of it is never found.
+        let grave = Temp::new(&self.images)?;
+        match std::fs::rename(&place, grave.path().join("removed")) {
+            Ok(()) => Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound && matches!(image, ImageRef::Digest(_)) => Err(unknown()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(at("remove", &place)(e).into()),
+        }
+    }
+
+    fn place(&self, digest: &str) -> PathBuf {
+        self.images.join(digest.strip_prefix("sha256:").unwrap_or(digest))
+    }
+
+    fn name_file(&self, name: &str) -> PathBuf {
+        self.images.join("names").join(format!("{name}.json"))
+    }
+
+    fn name(&self, name: &str) -> Result<Option<String>, ImageError> {
+        let record: Option<NameRecord> = read_json(&self.name_file(name))?;
+        // The digest becomes a path, so it is read as strictly as one from outside.
+        Ok(record.map(|r| r.digest).filter(|d| matches!(d.parse(), Ok(ImageRef::Digest(_)))))
+    }
+
+    fn names(&self) -> Vec<String> {
+        let Ok(entries) = std::fs::read_dir(self.images.join("names")) else { return Vec::new() };
+        let mut names: Vec<String> =
+            entries.filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix(".json").map(str::to_owned)).collect();
+        names.retain(|n| !n.starts_with('.'));
+        names.sort();
+        names
+    }
+
+    fn record(&self, digest: &str) -> Result<Option<ImageRecord>, ImageError> {
+        let path = self.place(digest).join("image.json");
+        let record: Option<ImageRecord> = read_json(&path)?;
+        match record {
+            Some(r) if r.format != FORMAT => {
+                Err(ImageError::Record { path, why: format!("format {}, known is {FORMAT}", r.format) })
+            }
+            other => Ok(other),
+        }
+    }
+}
+
+fn json<T: Serialize>(value: &T) -> Vec<u8> {
+    serde_json::to_vec(value).expect("strings and numbers always serialise")
+}
+
+fn read_json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, ImageError> {
+    let bytes = match std::fs::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other.map_err(at("read", path))?,
+    };
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|e| ImageError::Record { path: path.to_owned(), why: e.to_string() })
+}
+
+#[cfg(test)]
+mod tests;
