@@ -14,7 +14,7 @@ pub fn doctor(dirs: &Dirs, options: &Json) -> Result<u8, Failure> {
     if options.json {
         println!("{}", serde_json::json!({ "schema": 1, "findings": findings }));
     } else {
-        print!("{}", trialrun_doctor::render(&findings));
+        print!("{}", trialrun_doctor::render(&findings, true));
     }
     Ok(0)
 }

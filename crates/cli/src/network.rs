@@ -1,6 +1,10 @@
 //! From `--network` and `--allow` to a policy.
 
 use crate::{args::Dirs, context::Steps, failure::Failure};
+use trialrun_gateway::{
+    UpstreamProxy,
+    registries::{self, DiscoverEnv},
+};
 use trialrun_policy::{AllowEntry, Policy};
 
 /// A policy and what machines under it need in their environment.
@@ -22,8 +26,13 @@ pub async fn network(dirs: &Dirs, preset: &str, allow: &[String], steps: &Steps)
         "full" => (Policy::full(), Vec::new()),
         "registries" => {
             steps.say("asking the package clients which registries they use");
-            let set = trialrun_gateway::registries::discover(&discover_env(dirs)).await;
-            (set.policy(), set.machine_env())
+            let upstream_proxy = UpstreamProxy::from_env().map_err(|e| Failure::usage(format!("HTTPS_PROXY: {e}")))?;
+            let env = DiscoverEnv { cache: Some(dirs.cache_dir.join("registries.json")), upstream_proxy, ..DiscoverEnv::default() };
+            let set = registries::discover(&env).await;
+            for note in set.notes() {
+                tracing::warn!("{note}");
+            }
+            (Policy::registries(set.hosts().to_vec()), set.machine_env())
         }
         other => {
             return Err(Failure::usage(format!("{other:?} is not a network preset (off, registries, web or full)")));
@@ -31,11 +40,7 @@ pub async fn network(dirs: &Dirs, preset: &str, allow: &[String], steps: &Steps)
     };
     for text in allow {
         let entry: AllowEntry = text.parse().map_err(|e| Failure::usage(format!("--allow {text}: {e}")))?;
-        policy = policy.allow(entry);
+        policy.allow(entry);
     }
     Ok(Network { policy, env })
-}
-
-fn discover_env(dirs: &Dirs) -> trialrun_gateway::registries::DiscoverEnv {
-    trialrun_gateway::registries::DiscoverEnv::of_host(Some(dirs.cache_dir.join("registries.json")))
 }

@@ -123,8 +123,6 @@ pub async fn follow(
     let mut from = input.then(read_stdin);
     let exec = following.exec;
     let mut resized = signal(SignalKind::window_change()).map_err(|e| Failure::ours(e.to_string()))?;
-    // A reader of ours that went away (head) ends the conversation as it would end any writer: nothing more to show.
-    let mut closed = false;
     loop {
         tokio::select! {
             biased;
@@ -136,8 +134,8 @@ pub async fn follow(
                     Output::Dropped(bytes) => { sink.dropped(bytes); Ok(()) }
                     Output::Ended(outcome) => return Ok(Ended::Outcome(outcome)),
                 };
-                if written.is_err() && !closed {
-                    closed = true;
+                // A reader of ours that went away (head) ends the conversation, as it would end any writer.
+                if written.is_err() {
                     let _ = client.call(&Call::Kill(exec), &[]).await;
                     return Ok(Ended::Interrupted(13));
                 }

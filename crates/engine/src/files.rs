@@ -16,7 +16,6 @@ use std::{
     os::{
         fd::{AsFd, OwnedFd},
         unix::{
-            ffi::OsStrExt,
             fs::{FileTypeExt, MetadataExt},
             net::UnixStream,
         },

@@ -255,7 +255,11 @@ impl Keeper {
             Call::File(op) => self.file(op, fd).await,
             Call::Tunnel(port) => {
                 let fd = fd.ok_or_else(|| internal("a tunnel needs a descriptor"))?;
-                self.simple(Op::Tunnel(proto::Tunnel { port: u32::from(port) }), &[fd.as_fd()]).await
+                let mut lines = self.guest.request(Op::Tunnel(proto::Tunnel { port: u32::from(port) }), &[fd.as_fd()]).await?;
+                // Started says that it is connected; Done comes when both directions have ended.
+                let _ = lines.event().await?;
+                tokio::task::spawn_local(async move { while lines.event().await.is_ok_and(|e| !matches!(e, EventKind::Done(_))) {} });
+                Ok(Reply::Done)
             }
             Call::SetEnv(env) => {
                 let entry = |(name, value): (String, String)| proto::EnvEntry { name: name.into(), value: value.into() };

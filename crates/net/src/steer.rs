@@ -89,10 +89,10 @@ fn guard(batch: &mut Batch, addresses: &[IpAddr]) {
     batch.chain("guard", "filter", Hook::Output, -150, true);
     for address in addresses {
         batch.rule("guard", |e| {
-            e.to_address(*address).protocol(TCP).port_between(TCP_PORT, DNS_PORT).reject(Reject::TcpReset);
+            e.bound_for(*address).protocol(TCP).port_between(TCP_PORT, DNS_PORT).reject(Reject::TcpReset);
         });
         batch.rule("guard", |e| {
-            e.to_address(*address).protocol(UDP).port_between(TCP_PORT, DNS_PORT).reject(Reject::Prohibited);
+            e.bound_for(*address).protocol(UDP).port_between(TCP_PORT, DNS_PORT).reject(Reject::Prohibited);
         });
     }
 }
@@ -101,7 +101,7 @@ fn guard(batch: &mut Batch, addresses: &[IpAddr]) {
 fn steering(batch: &mut Batch, chain: &str, hook: Hook, addresses: &[IpAddr]) {
     batch.chain(chain, "nat", hook, -100, true);
     for address in addresses {
-        batch.rule(chain, |e| e.to_loopback(address.is_ipv6()).verdict(Verdict::Return));
+        batch.rule(chain, |e| e.bound_for_loopback(address.is_ipv6()).verdict(Verdict::Return));
     }
     for address in addresses {
         for protocol in [UDP, TCP] {
@@ -109,7 +109,7 @@ fn steering(batch: &mut Batch, chain: &str, hook: Hook, addresses: &[IpAddr]) {
                 e.family(address.is_ipv6()).protocol(protocol).port(DNS).dnat(*address, DNS_PORT);
             });
         }
-        batch.rule(chain, |e| e.to_address(*address).verdict(Verdict::Return));
+        batch.rule(chain, |e| e.bound_for(*address).verdict(Verdict::Return));
         batch.rule(chain, |e| e.family(address.is_ipv6()).protocol(TCP).dnat(*address, TCP_PORT));
     }
 }
@@ -119,8 +119,8 @@ fn filter(batch: &mut Batch, addresses: &[IpAddr]) {
     batch.chain("out", "filter", Hook::Output, 0, false);
     batch.rule("out", |e| e.established().verdict(Verdict::Accept));
     for address in addresses {
-        batch.rule("out", |e| e.to_loopback(address.is_ipv6()).verdict(Verdict::Accept));
-        batch.rule("out", |e| e.to_address(*address).verdict(Verdict::Accept));
+        batch.rule("out", |e| e.bound_for_loopback(address.is_ipv6()).verdict(Verdict::Accept));
+        batch.rule("out", |e| e.bound_for(*address).verdict(Verdict::Accept));
     }
     batch.rule("out", |e| e.limit_per_second(20).log());
     batch.acked_rule("out", |e| e.counter().reject(Reject::Prohibited));
@@ -238,7 +238,7 @@ impl Expressions<'_> {
         self.meta(16).compare(CMP_EQ, &[protocol])
     }
 
-    fn to_address(&mut self, address: IpAddr) -> &mut Self {
+    fn bound_for(&mut self, address: IpAddr) -> &mut Self {
         self.family(address.is_ipv6());
         match address {
             IpAddr::V4(a) => self.payload(1, 16, 4).compare(CMP_EQ, &a.octets()),
@@ -246,9 +246,9 @@ impl Expressions<'_> {
         }
     }
 
-    fn to_loopback(&mut self, ipv6: bool) -> &mut Self {
+    fn bound_for_loopback(&mut self, ipv6: bool) -> &mut Self {
         if ipv6 {
-            return self.to_address(std::net::Ipv6Addr::LOCALHOST.into());
+            return self.bound_for(std::net::Ipv6Addr::LOCALHOST.into());
         }
         self.family(false).payload(1, 16, 1).compare(CMP_EQ, &[127])
     }

@@ -1,5 +1,7 @@
 //! The cell against the real kernel.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers as well")]
+
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::{
     io::{self, ErrorKind},

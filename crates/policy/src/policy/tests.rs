@@ -129,6 +129,15 @@ fn a_range_rule_for_everything_leaves_private_addresses_closed() {
 }
 
 #[test]
+fn an_ipv6_literal_matches_and_odd_wrappings_count_as_what_they_mean() {
+    let policy = list(&["[2606:4700::1111]:443", "10.1.2.3:443"]);
+    assert_eq!(decide(&policy, "2606:4700::1111", 443, &[], "tls").rule, "allow [2606:4700::1111]:443");
+    assert!(!decide(&policy, "2606:4700::1112", 443, &[], "tls").allow);
+    assert!(decide(&policy, "::ffff:10.1.2.3", 443, &[], "tls").allow);
+    assert!(!decide(&policy, "::ffff:10.1.2.4", 443, &[], "tls").allow);
+}
+
+#[test]
 fn registries_name_the_registry_and_open_private_mirrors() {
     let host = |host: &str, port, private| RegistryHost { host: name(host), port, scheme: Scheme::Https, private };
     let mut policy = Policy::registries(vec![host("a.test", 443, false), host("mirror.test", 8443, true)]);
