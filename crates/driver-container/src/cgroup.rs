@@ -127,7 +127,7 @@ pub struct MachineCgroup {
     main: PathBuf,
 }
 
-fn write(path: &Path, value: &str) -> io::Result<()> {
+pub(crate) fn write(path: &Path, value: &str) -> io::Result<()> {
     // Not fs::write: cgroup files must be neither created nor truncated.
     fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes())
 }
@@ -265,17 +265,10 @@ impl MachineCgroup {
         Ok(fs::File::open(self.main.join("init"))?.into())
     }
 
-    /// Puts the process `pid` under the v1 limits. Waits for a grace period of the kernel's: up to some 10 ms.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub fn join_v1(&self, pid: i32) -> io::Result<()> {
-        for controller in V1_CONTROLLERS {
-            if let Some(dir) = self.v1_dir(controller) {
-                write(&dir.join("cgroup.procs"), &pid.to_string())?;
-            }
-        }
-        Ok(())
+    /// The v1 groups, which a machine's first process has to join by itself. Empty under V2.
+    #[must_use]
+    pub fn v1_dirs(&self) -> Vec<PathBuf> {
+        V1_CONTROLLERS.iter().filter_map(|controller| self.v1_dir(controller)).collect()
     }
 
     fn exec_dir(&self, exec: ExecId) -> PathBuf {

@@ -2,7 +2,6 @@
 //!
 //! ```text
 //! pool, layer ─> cgroup ─> user namespace ─> child (inside.rs)  ─> agent says Ready (the keeper's to see)
-//!                                             └ v1 cgroups joined beside it, then "go"
 //! ```
 //! A failed step drops what earlier ones made: [`Parts`] removes the layer and the groups unless it was released.
 
@@ -150,9 +149,9 @@ fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, 
     std::fs::create_dir_all(&stage).map_err(fail(&format!("make {}", stage.display())))?;
     let (host, guest) = UnixStream::pair().map_err(fail("make the guest stream"))?;
     let boot = boot_file(&spec.boot).map_err(fail("write the boot message"))?;
-    let (go_read, mut go_write) = io::pipe().map_err(fail("make a pipe"))?;
     let (mut report_read, report_write) = io::pipe().map_err(fail("make a pipe"))?;
     let init_dir = cgroup.init_dir().map_err(fail("open the cgroup"))?;
+    let v1_groups = cgroup.v1_dirs();
     let cpus = affinity(&spec.limits, spec.lineage.0);
     let namespaces = Namespaces::MOUNT.with(Namespaces::PID).with(Namespaces::IPC).with(Namespaces::UTS);
     let namespaces = if spec.netns.is_some() { namespaces } else { namespaces.with(Namespaces::NET) };
@@ -166,7 +165,7 @@ fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, 
         hostname: &spec.hostname,
         shm_bytes: spec.limits.memory.bytes() / 2,
         cpus: &cpus,
-        go: File::from(OwnedFd::from(go_read)),
+        v1_groups: &v1_groups,
         program: spec.guest_program,
         fds: vec![guest.into(), boot.into()],
     });
@@ -182,25 +181,14 @@ fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, 
     })
     .map_err(fail("make the first process"))?;
     drop((inside, report_write));
-    // Beside the child's mounts: the v1 join waits for the kernel.
-    let joined = cgroup.join_v1(child.pid);
-    if joined.is_ok() {
-        // A child that already failed no longer reads; its own report says why.
-        let _ = go_write.write_all(b"g");
-    }
-    drop(go_write);
     let mut report = String::new();
     let _ = report_read.read_to_string(&mut report);
-    let reported = report.split_once('\n').map(|(errno, step)| {
-        let errno = errno.parse().ok().filter(|n| *n != 0);
-        LaunchError::new(step, errno.map_or_else(|| io::Error::other("no errno"), io::Error::from_raw_os_error))
-    });
-    // A child that died makes the join fail too: its own word is the cause.
-    let failed = reported.or(joined.map_err(fail("put the machine under its limits")).err());
-    if let Some(error) = failed {
+    if let Some((errno, step)) = report.split_once('\n') {
         let _ = rustix::process::pidfd_send_signal(&child.pidfd, rustix::process::Signal::KILL);
         reap(&child);
-        return Err(error);
+        let errno = errno.parse().ok().filter(|n| *n != 0);
+        let cause = errno.map_or_else(|| io::Error::other("no errno"), io::Error::from_raw_os_error);
+        return Err(LaunchError::new(step, cause));
     }
     Ok(((child, spec.limits), host))
 }
@@ -267,7 +255,7 @@ impl Machine for ContainerMachine {
         if let Some(layer) = &mut self.parts.layer {
             layer.set_limit(limits.disk)?;
         }
-        let cpus = affinity(limits, 0);
+    let cpus = affinity(limits, 0);
         if !cpus.is_empty() {
             let mut set = rustix::thread::CpuSet::new();
             cpus.iter().for_each(|cpu| set.set(*cpu));
