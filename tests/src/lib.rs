@@ -182,7 +182,10 @@ impl World {
     /// Runs a test's body that uses the engine. A hang is a failure.
     ///
     /// # Errors
-    /// The body's.
+    /// When there is no runtime.
+    ///
+    /// # Panics
+    /// With the body's error: a panic keeps the world's directory.
     pub fn run<F: Future<Output = Result<()>>>(&self, body: impl FnOnce(Engine) -> F) -> Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let result = runtime.block_on(async {
@@ -191,7 +194,19 @@ impl World {
         });
         // A read that was abandoned must not hold the test's end.
         runtime.shutdown_background();
-        result
+        if let Err(error) = result {
+            panic!("{error:?}");
+        }
+        Ok(())
+    }
+
+    /// Does what the next start does: removes what dead keepers and clients left.
+    ///
+    /// # Panics
+    /// When something can't be removed.
+    pub fn collect(&self) {
+        let gc = self.program(["gc", "--json"]).run();
+        assert_eq!(gc.code, Some(0), "{gc}");
     }
 
     /// What is left of this world's machines.

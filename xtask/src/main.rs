@@ -1,39 +1,86 @@
-//! Developer commands.
-use trialrun_engine::*;
-use trialrun_model::*;
-use trialrun_policy::Policy;
-fn main() -> anyhow::Result<()> {
-    if std::env::args().nth(1).is_some_and(|a| a == "__keeper") { return Ok(trialrun_keeper::main()?); }
-    let rt = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    rt.block_on(async {
-        let config = Config { data_dir: "/tmp/tr/data".into(), cache_dir: "/tmp/tr/cache".into(), keeper: (std::env::current_exe()?, vec!["__keeper".into()]),
-            guest: Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST } };
-        let engine = Engine::open(config)?;
-        engine.keep_warm();
-        let args: Vec<String> = std::env::args().skip(1).collect();
-        let n: usize = std::env::var("N").ok().and_then(|v| v.parse().ok()).unwrap_or(1);
-        let mut firsts = vec![];
-        for _ in 0..n {
-        let t = std::time::Instant::now();
-        let spec = SandboxSpec { image: std::env::var("IMAGE").unwrap_or("host".into()).parse()?, ..Default::default() };
-        let sb = engine.create(CreateOptions { spec, policy: Policy::off(), attached: true, lease: None }).await?;
-        let created = t.elapsed();
-        let c = sb.capture(ExecSpec::new(Command::argv(args.clone())), 1 << 20).await?;
-        let done = t.elapsed();
-        if n == 1 {
-        println!("{}", String::from_utf8_lossy(&c.stdout)); eprintln!("{}", String::from_utf8_lossy(&c.stderr));
-        println!("{:?}", c.outcome); println!("{:?}", sb.isolation());
-        for _ in 0..5 { let t=std::time::Instant::now(); sb.capture(ExecSpec::new(Command::argv(["/bin/true"])), 1 << 20).await?; println!("true {:?}", t.elapsed()); }
-        let d = sb.describe().await?; println!("keeper {} agent {}", d.keeper_private_bytes, d.agent_private_bytes);
-        println!("{:?}", sb.usage().await?);
+//! Developer commands: `cargo xtask check`, `tidy`, `test`, `bench`.
+
+mod cargo;
+mod check;
+mod leftovers;
+mod suite;
+mod tidy;
+
+use anyhow::{Context, Result};
+use cargo::Workspace;
+use clap::{Parser, Subcommand};
+use std::{os::unix::process::CommandExt, process::ExitCode};
+
+/// Developer commands of trialrun.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 110)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Format, lints, tidy: runs every step and lists all that failed
+    Check,
+    /// The project's own rules: who may import whom, where unsafe is, what must not be in a file, promises and their tests
+    Tidy,
+    /// Build everything, run all tests, and see that they left nothing on the host
+    Test {
+        /// Also the slow tests (those that are #[ignore]d)
+        #[arg(long)]
+        slow: bool,
+        /// Only tests whose names contain one of these
+        filters: Vec<String>,
+    },
+    /// Measure beside the peers on this host: start, exec, files, density (see `cargo xtask bench --help`)
+    #[command(disable_help_flag = true)]
+    Bench {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match Workspace::load().and_then(|workspace| run(&workspace, args.command)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("xtask: {e:#}");
+            ExitCode::FAILURE
         }
-        let tm = sb.timings();
-        let t2 = std::time::Instant::now();
-        sb.delete().await?;
-        println!("create {created:?} first {done:?} delete {:?} {tm:?}", t2.elapsed());
-        firsts.push(done.as_secs_f64()*1e3);
+    }
+}
+
+/// Whether all is well.
+fn run(workspace: &Workspace, command: Command) -> Result<bool> {
+    match command {
+        Command::Check => Ok(check::run(workspace)),
+        Command::Tidy => {
+            let problems = tidy::run(workspace)?;
+            problems.iter().for_each(|problem| eprintln!("{problem}"));
+            Ok(problems.is_empty())
         }
-        firsts.sort_by(f64::total_cmp); println!("median {:.2}", firsts[firsts.len()/2]);
-        Ok(())
-    })
+        Command::Test { slow, filters } => suite::run(workspace, slow, &filters),
+        Command::Bench { args } => bench(workspace, &args).map(|never| match never {}),
+    }
+}
+
+/// Becomes the bench program, after it is built together with the program it measures.
+fn bench(workspace: &Workspace, args: &[String]) -> Result<std::convert::Infallible> {
+    let status = workspace.cargo(["build", "--quiet", "--release", "--workspace", "--bins", "--features", "xtask/bench"]).status()?;
+    anyhow::ensure!(status.success(), "what is to be measured did not build");
+    let program = workspace.target.join("release/xtask-bench");
+    let error = std::process::Command::new(&program).args(args).exec();
+    Err(error).with_context(|| format!("run {}", program.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        super::Args::command().debug_assert();
+    }
 }

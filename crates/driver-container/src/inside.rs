@@ -35,6 +35,8 @@ pub struct Inside<'a> {
     pub uid_base: u32,
     pub hostname: &'a str,
     pub shm_bytes: u64,
+    /// Landlock is to be enforced too.
+    pub landlock: bool,
     pub cpus: &'a [usize],
     /// The v1 groups to join.
     pub v1_groups: &'a [PathBuf],
@@ -148,6 +150,9 @@ impl Inside<'_> {
         at("enter the user namespace", ns::enter(self.userns, Namespaces::USER))?;
         at("become the sandbox's root", ns::become_root())?;
         at("limit capabilities", ns::limit_bounding_set(&AGENT_CAPABILITIES))?;
+        if self.landlock {
+            at("enforce the Landlock rules", landlock_mounts(self.program.as_fd()))?;
+        }
         rustix::process::umask(Mode::from_raw_mode(0o022));
         at("be bound to the keeper", ns::die_with_parent())?;
         Ok(())
@@ -287,4 +292,27 @@ fn pivot(root: &Path) -> io::Result<()> {
     rustix::process::pivot_root(".", ".")?;
     unmount(".", UnmountFlags::DETACH)?;
     Ok(rustix::process::chdir("/")?)
+}
+
+/// A Landlock domain that allows every access to files: what remains of it is that nothing inside can mount, unmount or
+/// change the root, whatever capability or seccomp hole there might be, nor trace or signal a process outside of it
+/// (landlock(7)). Installed without no_new_privs, which would break sudo; SYS_ADMIN in the user namespace permits that.
+fn landlock_mounts(program: BorrowedFd<'_>) -> io::Result<()> {
+    use landlock::{
+        ABI, Access, AccessFs, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr, Scope,
+    };
+    let abi = ABI::V6;
+    let restrict = || -> Result<(), Box<dyn std::error::Error>> {
+        let rules = Ruleset::default()
+            .set_compatibility(CompatLevel::BestEffort)
+            .handle_access(AccessFs::from_all(abi))?
+            .scope(Scope::from_all(abi))?
+            .create()?
+            .add_rule(PathBeneath::new(PathFd::new("/")?, AccessFs::from_all(abi)))?
+            // The agent's own program lies outside of the machine's root.
+            .add_rule(PathBeneath::new(program, AccessFs::Execute | AccessFs::ReadFile))?;
+        rules.no_new_privs(false).restrict_self()?;
+        Ok(())
+    };
+    restrict().map_err(|e| io::Error::other(e.to_string()))
 }

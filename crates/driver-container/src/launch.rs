@@ -19,7 +19,7 @@ use std::{
     },
     time::Duration,
 };
-use trialrun_driver::{Capabilities, Driver, LaunchError, Machine, MachineSpec, Usage};
+use trialrun_driver::{Capabilities, Driver, LaunchError, Machine, MachineSpec, Usage, fault};
 use trialrun_model::{ExecId, Isolation, Limits};
 use trialrun_sys::ns::{self, Child, Namespaces};
 
@@ -76,14 +76,22 @@ impl Driver for ContainerDriver {
             cause,
         })?;
         let pool = Pool::open(&spec.data_dir)?;
+        fault::point("driver-pool").map_err(fail("open the pool"))?;
         let mut parts = Parts { pool, layer: None, cgroup: None };
         let (id, base) = (spec.id.as_str(), spec.lineage.uid_base());
         parts.layer = Some(parts.pool.create(id, base, spec.limits.disk)?);
+        fault::point("driver-layer").map_err(fail("make the layer"))?;
         let cgroup = MachineCgroup::create(hierarchy.clone(), &spec.tag, &spec.id, &spec.limits, base)
             .map_err(fail(&format!("make the cgroup of {id}")))?;
         parts.cgroup = Some(cgroup);
+        fault::point("driver-cgroup").map_err(fail("make the cgroup"))?;
         let userns = ns::user_namespace(base, spec.lineage.uid_count()).map_err(fail("make the user namespace"))?;
         let (child, stream) = start(spec, &parts, &userns)?;
+        if let Err(cause) = fault::point("driver-child") {
+            let _ = rustix::process::pidfd_send_signal(&child.0.pidfd, rustix::process::Signal::KILL);
+            reap(&child.0);
+            return Err(LaunchError::new("start the guest agent", cause));
+        }
         let isolation = describe(&parts, &hierarchy, &child.1);
         Ok(Box::new(ContainerMachine {
             parts,
@@ -108,6 +116,10 @@ fn describe(parts: &Parts, hierarchy: &Hierarchy, limits: &Limits) -> Isolation 
     ]
     .map(str::to_owned)
     .to_vec();
+    match landlock_refusal() {
+        None => isolation.layers.push("landlock".to_owned()),
+        Some(reason) => isolation.missing.push(format!("landlock: {reason}")),
+    }
     if let Some(cgroup) = &parts.cgroup {
         isolation.missing.extend(cgroup.missing());
     }
@@ -123,6 +135,18 @@ fn describe(parts: &Parts, hierarchy: &Hierarchy, limits: &Limits) -> Isolation 
         isolation.notes.push(format!("{} vCPUs were asked for and {cores} cores are here: they share all of them", limits.vcpus));
     }
     isolation
+}
+
+/// Why Landlock is not enforced, if it is not. `TRIALRUN_LANDLOCK=off` forces it.
+fn landlock_refusal() -> Option<&'static str> {
+    if std::env::var_os("TRIALRUN_LANDLOCK").is_some_and(|v| v == "off") {
+        return Some("TRIALRUN_LANDLOCK=off asks for it");
+    }
+    // The list of active security modules (securityfs) is not mounted everywhere; the call itself is the answer.
+    match trialrun_sys::ns::landlock_abi() {
+        Ok(_) => None,
+        Err(_) => Some("this kernel has it not, or not switched on (lsm=landlock)"),
+    }
 }
 
 fn cores() -> usize {
@@ -164,6 +188,7 @@ fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, 
         uid_base: spec.lineage.uid_base(),
         hostname: &spec.hostname,
         shm_bytes: spec.limits.memory.bytes() / 2,
+        landlock: landlock_refusal().is_none(),
         cpus: &cpus,
         v1_groups: &v1_groups,
         program: spec.guest_program,

@@ -12,6 +12,12 @@
 //!
 //! The machine also dies when its keeper does, without any of these calls (fail closed).
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
+#[cfg(feature = "fake")]
+pub mod fake;
+pub mod fault;
+
 use serde::{Deserialize, Serialize};
 use std::{
     io,

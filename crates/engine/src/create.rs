@@ -15,7 +15,7 @@ use std::{
 };
 use trialrun_keeper::{
     client::KeeperClient,
-    conn, machine_dir,
+    conn, fault, machine_dir,
     wire::{KeeperSpec, Started},
 };
 use trialrun_guest_proto::frame::Kind;
@@ -122,7 +122,9 @@ impl Engine {
         };
         let record = self.store(|store| store.create_sandbox(&new)).map_err(CreateError::Store)?;
         let mut undo = Undo { engine: self, id: id.clone(), dir: dir.clone(), keeper: None, armed: true };
+        fault::point("engine-row").map_err(CreateError::step("write the store"))?;
         let lock = self.claim(&dir)?;
+        fault::point("engine-directory").map_err(CreateError::step("make the machine's directory"))?;
         let keeper_spec = KeeperSpec {
             id: id.clone(),
             lineage: record.lineage,
@@ -143,6 +145,7 @@ impl Engine {
         };
         let (ours, theirs) = UnixStream::pair().map_err(CreateError::step("make the control stream"))?;
         undo.keeper = Some(self.spawn_keeper(&dir, theirs)?);
+        fault::point("engine-keeper").map_err(CreateError::step("start the keeper"))?;
         let (control, started) = greet(ours, &keeper_spec, lock, &dir).await?;
         let Started::Ready { keeper_pid, isolation, timings } = started else {
             let Started::Failed(failure) = started else { unreachable!("two variants") };

@@ -36,6 +36,7 @@ use std::{
     rc::Rc,
     time::Instant,
 };
+pub use trialrun_driver::fault;
 use trialrun_driver::{Driver, LaunchError, MachineSpec};
 use trialrun_driver_container::ContainerDriver;
 use trialrun_gateway::{Gateway, GatewayConfig, UpstreamProxy};
@@ -139,6 +140,7 @@ fn start(spec: &KeeperSpec, timings: &mut StartTimings) -> Result<Parts, StartFa
     let at = Instant::now();
     let cell = Cell::create().map_err(|e| failure("make the cell", &chain(&e)))?;
     timings.cell_ms = ms(at);
+    fault::point("keeper-cell").map_err(|e| failure("make the cell", &e))?;
     let at = Instant::now();
     let program = File::open(&spec.guest_program)
         .map_err(|e| failure(&format!("open the guest agent {}", spec.guest_program.display()), &e))?;
@@ -202,6 +204,7 @@ async fn keep(
         listener.set_nonblocking(true).map_err(|e| failure("make the keeper's socket", &e))?;
         let listener = tokio::net::UnixListener::from_std(listener).map_err(|e| failure("make the keeper's socket", &e))?;
         server::await_ready(&mut greetings).await.map_err(|e| failure("hear from the guest agent", &e))?;
+        fault::point("keeper-ready").map_err(|e| failure("hear from the guest agent", &e))?;
         Ok((link, gateway, listener))
     };
     let (link, gateway, listener) = match prepared.await {

@@ -202,6 +202,17 @@ pub fn become_subreaper() -> io::Result<()> {
     check(unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as libc::c_ulong, 0, 0, 0) })
 }
 
+/// The Landlock version of the running kernel. landlock_create_ruleset(2) with LANDLOCK_CREATE_RULESET_VERSION.
+///
+/// # Errors
+/// ENOSYS or EOPNOTSUPP where there is none.
+pub fn landlock_abi() -> io::Result<u32> {
+    const VERSION: u32 = 1;
+    // SAFETY: with this flag the call takes no pointer and a size of zero.
+    let abi = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0, VERSION) };
+    u32::try_from(abi).map_err(|_| io::Error::last_os_error())
+}
+
 /// Places `fds` at the numbers 3, 4, … in that order, closes everything above, and executes `program`, a descriptor of
 /// an executable file, with `argv` and an empty environment. execveat(2) with AT_EMPTY_PATH. Returns only on failure.
 ///
