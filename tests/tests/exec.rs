@@ -624,7 +624,7 @@ for _ in range(50):
     if b'44 99' in seen: break
 until(b'44 99')
 os.write(fd, b'test -t 0 && test -t 1 && echo is-a-$((40+2))-tty\n'); until(b'is-a-42-tty')
-os.write(fd, b'bash -c "trap \'echo c""aught; exit\' INT; echo g""o; while :; do sleep 0.1; done"\n'); until(b'\ngo'); os.write(fd, b'\x03'); until(b'\ncaught')
+os.write(fd, b'bash -c "trap \'echo c""aught; exit\' INT; echo g""o; while :; do sleep 0.1; done"\n'); until(b'\rgo'); os.write(fd, b'\x03'); until(b'\ncaught')
 os.write(fd, b'exit 7\n')
 try:
     while os.read(fd, 4096): pass

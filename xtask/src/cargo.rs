@@ -57,7 +57,8 @@ impl Workspace {
     /// # Errors
     /// Outside of the workspace, or with a manifest that can't be read.
     pub fn load() -> Result<Self> {
-        let here = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+        let here = std::env::var_os("CARGO_MANIFEST_DIR")
+            .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
         let output = Command::new(program())
             .args(["metadata", "--no-deps", "--format-version", "1"])
             .current_dir(&here)

@@ -3,13 +3,26 @@
 use crate::{cargo::Workspace, tidy};
 use std::time::Instant;
 
+/// Gives what went wrong, in words.
+type Step<'a> = &'a dyn Fn() -> Result<(), String>;
+
 /// Runs every step, whatever the others say. Whether all passed.
 pub fn run(workspace: &Workspace) -> bool {
-    let steps: [(&str, &dyn Fn() -> Result<(), String>); 3] = [
+    let steps: [(&str, Step<'_>); 3] = [
         ("format", &|| cargo(workspace, &["fmt", "--all", "--check"])),
         ("tidy", &|| tidy(workspace)),
         ("clippy", &|| {
-            let flags = ["--quiet", "--release", "--workspace", "--all-targets", "--features", "xtask/bench", "--", "-D", "warnings"];
+            let flags = [
+                "--quiet",
+                "--release",
+                "--workspace",
+                "--all-targets",
+                "--features",
+                "xtask/bench",
+                "--",
+                "-D",
+                "warnings",
+            ];
             cargo(workspace, &[&["clippy"], &flags[..]].concat())
         }),
     ];

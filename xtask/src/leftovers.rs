@@ -29,7 +29,11 @@ pub fn look() -> BTreeSet<String> {
         }
     }
     found.extend(entries("/run/trialrun/lineages").filter_map(|claim| stale_claim(&claim)));
-    found.extend(entries("/tmp").filter(|path| name(path).starts_with("trialrun-")).map(|path| format!("file {}", path.display())));
+    found.extend(
+        entries("/tmp")
+            .filter(|path| name(path).starts_with("trialrun-"))
+            .map(|path| format!("file {}", path.display())),
+    );
     found
 }
 

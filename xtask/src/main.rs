@@ -69,7 +69,9 @@ fn run(workspace: &Workspace, command: Command) -> Result<bool> {
 
 /// Becomes the bench program, after it is built together with the program it measures.
 fn bench(workspace: &Workspace, args: &[String]) -> Result<std::convert::Infallible> {
-    let status = workspace.cargo(["build", "--quiet", "--release", "--workspace", "--bins", "--features", "xtask/bench"]).status()?;
+    let status = workspace
+        .cargo(["build", "--quiet", "--release", "--workspace", "--bins", "--features", "xtask/bench"])
+        .status()?;
     anyhow::ensure!(status.success(), "what is to be measured did not build");
     let program = workspace.target.join("release/xtask-bench");
     let error = std::process::Command::new(&program).args(args).exec();

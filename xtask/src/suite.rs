@@ -49,7 +49,8 @@ pub fn run(workspace: &Workspace, slow: bool, filters: &[String]) -> Result<bool
 
 /// Everything in one go, so that the program and the tests share what is built.
 fn build(workspace: &Workspace) -> Result<bool> {
-    let args = ["build", "--release", "--workspace", "--lib", "--bins", "--tests", "--examples", "--features", "xtask/bench"];
+    let args =
+        ["build", "--release", "--workspace", "--lib", "--bins", "--tests", "--examples", "--features", "xtask/bench"];
     Ok(workspace.cargo(args).status().context("run cargo build")?.success())
 }
 
@@ -68,7 +69,8 @@ fn tests(workspace: &Workspace, slow: bool, filters: &[String], skip_file: &Path
         with_nextest(workspace, command.args(filters))
     } else {
         eprintln!("cargo-nextest is not installed (cargo install cargo-nextest --locked): using cargo test");
-        let mut command = workspace.cargo(["test", "--release", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]);
+        let mut command =
+            workspace.cargo(["test", "--release", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]);
         command.args(["--features", "xtask/bench", "--"]).args(filters);
         if slow {
             command.arg("--include-ignored");
@@ -97,9 +99,8 @@ fn with_nextest(workspace: &Workspace, command: &mut Command) -> Result<Counts> 
 /// Reads the totals in the report's first element.
 fn read_report(text: &str) -> Option<Counts> {
     let element = text.split_once("<testsuites")?.1.split_once('>')?.0;
-    let number = |name: &str| -> Option<usize> {
-        element.split_once(&format!(" {name}=\""))?.1.split_once('"')?.0.parse().ok()
-    };
+    let number =
+        |name: &str| -> Option<usize> { element.split_once(&format!(" {name}=\""))?.1.split_once('"')?.0.parse().ok() };
     let failed = number("failures")? + number("errors")?;
     Some(Counts { passed: number("tests")?.saturating_sub(failed), failed })
 }
@@ -129,7 +130,8 @@ fn with_cargo_test(command: &mut Command) -> Result<Counts> {
 fn read_skips(file: &Path) -> BTreeMap<String, Vec<String>> {
     let mut skips: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for line in fs::read_to_string(file).unwrap_or_default().lines() {
-        let (name, reason) = line.strip_prefix("SKIP ").unwrap_or(line).split_once(": ").unwrap_or((line, "no reason given"));
+        let (name, reason) =
+            line.strip_prefix("SKIP ").unwrap_or(line).split_once(": ").unwrap_or((line, "no reason given"));
         let reasons = skips.entry(name.to_owned()).or_default();
         if !reasons.iter().any(|known| known == reason) {
             reasons.push(reason.to_owned());
@@ -140,11 +142,8 @@ fn read_skips(file: &Path) -> BTreeMap<String, Vec<String>> {
 
 /// What the run left on the host. A failed test keeps its directory on purpose, and says where.
 fn leftovers(before: &BTreeSet<String>, failed: bool) -> Vec<String> {
-    if !before.is_empty() {
-        let ours = before.iter().filter(|thing| !thing.starts_with("network namespace"));
-        for thing in ours {
-            eprintln!("there before the run, not counted: {thing}");
-        }
+    for thing in before.iter().filter(|thing| !thing.starts_with("network namespace")) {
+        eprintln!("there before the run, not counted: {thing}");
     }
     let mut left = leftovers::since(before);
     if failed {

@@ -12,6 +12,18 @@ use trialrun_model::ImageRef;
 /// # Errors
 /// Without root, or when a directory or the store can't be used.
 pub fn engine(dirs: &Dirs) -> Result<Engine, Failure> {
+    open(dirs, false)
+}
+
+/// As [`engine`], for a command that will make a machine.
+///
+/// # Errors
+/// As [`engine`].
+pub fn engine_for_machine(dirs: &Dirs) -> Result<Engine, Failure> {
+    open(dirs, true)
+}
+
+fn open(dirs: &Dirs, prestart: bool) -> Result<Engine, Failure> {
     need_root()?;
     let program = std::env::current_exe().map_err(|e| Failure::ours(format!("can't find my own program: {e}")))?;
     let config = Config {
@@ -20,7 +32,8 @@ pub fn engine(dirs: &Dirs) -> Result<Engine, Failure> {
         keeper: (program, vec![KEEPER.to_owned()]),
         guest: Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST },
     };
-    Ok(Engine::open(config)?)
+    let opened = if prestart { Engine::open_prestarted(config) } else { Engine::open(config) };
+    Ok(opened?)
 }
 
 fn absolute(path: &std::path::Path) -> Result<std::path::PathBuf, Failure> {

@@ -21,8 +21,9 @@ const KEEPER: &str = "__keeper";
 
 fn main() -> ExitCode {
     // Before anything else: a keeper's start is on the hot path of every machine's.
-    if std::env::args_os().nth(1).is_some_and(|arg| arg == KEEPER) {
-        return keeper();
+    let mut words = std::env::args_os().skip(1);
+    if words.next().is_some_and(|arg| arg == KEEPER) {
+        return keeper(&words.next().unwrap_or_default());
     }
     let args = args::Args::parse();
     start_log(args.verbose);
@@ -43,13 +44,13 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-fn keeper() -> ExitCode {
+fn keeper(data_dir: &std::ffi::OsStr) -> ExitCode {
     tracing_subscriber::fmt()
         .with_max_level(tracing::Level::WARN)
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .init();
-    match trialrun_keeper::main() {
+    match trialrun_keeper::main(data_dir.as_ref()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("the keeper lost its engine: {e}");

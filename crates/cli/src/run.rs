@@ -55,7 +55,7 @@ pub fn argv(words: Vec<OsString>) -> Command {
 /// # Errors
 /// What kept us from running the command; its own failure is its exit status.
 pub async fn run(dirs: &Dirs, run: Run) -> Result<u8, Failure> {
-    let engine = context::engine(dirs)?;
+    let engine = context::engine_for_machine(dirs)?;
     let steps = Steps::new(run.json || !std::io::IsTerminal::is_terminal(&std::io::stderr()));
     let mut interrupts = Interrupts::listen()?;
     let uploads = run.upload.iter().map(|text| split_upload(text)).collect::<Result<Vec<_>, _>>()?;

@@ -135,7 +135,7 @@ pub async fn test(dirs: &Dirs, test: Test) -> Result<u8, Failure> {
     if test.command.is_empty() {
         project.require_runner().map_err(|e| Failure::usage(words(&e)))?;
     }
-    let engine = context::engine(dirs)?;
+    let engine = context::engine_for_machine(dirs)?;
     let steps = Steps::new(test.json && !std::io::stderr().is_terminal());
     let mut interrupts = Interrupts::listen()?;
     interrupts.guard(context::ensure_image(&engine, &test.machine.image, &steps)).await??;

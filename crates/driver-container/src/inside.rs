@@ -126,6 +126,7 @@ impl Inside<'_> {
     }
 
     fn prepare(&mut self) -> Result<(), StepError> {
+        at("take ordinary scheduling", ns::ordinary_scheduling())?;
         // A thread that moves itself ("0" to `tasks`) is spared the lock of all thread groups, which any other way in
         // takes and which waits some 10 ms for a grace period (kernel/cgroup: "Optimize single thread migration", 5.14).
         // This process has one thread.

@@ -28,7 +28,18 @@ const DEATH_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Makes container machines.
 #[derive(Debug, Default)]
-pub struct ContainerDriver;
+pub struct ContainerDriver {
+    /// Opened ahead of the first launch.
+    pool: std::cell::RefCell<Option<Pool>>,
+}
+
+impl ContainerDriver {
+    /// A driver that has opened the pool of `data_dir` already, if there is one: work that needs no specification.
+    #[must_use]
+    pub fn ahead(data_dir: &std::path::Path) -> Self {
+        Self { pool: std::cell::RefCell::new(Pool::open_existing(data_dir)) }
+    }
+}
 
 struct Parts {
     pool: Pool,
@@ -75,7 +86,8 @@ impl Driver for ContainerDriver {
             way_out: Some("mount it: mount -t cgroup2 none /sys/fs/cgroup/unified".to_owned()),
             cause,
         })?;
-        let pool = Pool::open(&spec.data_dir)?;
+        let ahead = self.pool.take();
+        let pool = ahead.map_or_else(|| Pool::open(&spec.data_dir), Ok)?;
         fault::point("driver-pool").map_err(fail("open the pool"))?;
         let mut parts = Parts { pool, layer: None, cgroup: None };
         let (id, base) = (spec.id.as_str(), spec.lineage.uid_base());

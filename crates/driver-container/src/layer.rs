@@ -101,6 +101,12 @@ impl Pool {
         }
     }
 
+    /// As [`Self::open`] for a pool that was made before; `None` when there is none or it does not open.
+    #[must_use]
+    pub fn open_existing(data_dir: &Path) -> Option<Self> {
+        data_dir.join("layers").exists().then(|| Self::open(data_dir).ok()).flatten()
+    }
+
     fn open_image(data_dir: &Path) -> Result<Self, LaunchError> {
         let (path, lock_path) = (data_dir.join("pool.btrfs"), data_dir.join("pool.lock"));
         let lock = lock(&lock_path).map_err(fail(format!("lock {}", lock_path.display())))?;

@@ -78,7 +78,7 @@ fn run() -> Vec<String> {
         }
     };
     let mut failures = Vec::new();
-    match conformance::run(&ContainerDriver, &spec) {
+    match conformance::run(&ContainerDriver::default(), &spec) {
         Err(e) => failures.push(e),
         Ok(results) => {
             for (name, outcome) in results {

@@ -105,6 +105,8 @@ impl Engine {
     /// The step that failed; nothing is left of the sandbox then.
     pub async fn create(&self, options: CreateOptions) -> Result<Sandbox, CreateError> {
         options.spec.limits.check()?;
+        // First of all, so that its program loads while the rest is prepared.
+        let spare = self.keeper().map_err(CreateError::step(format!("start the keeper {}", self.inner.config.keeper.0.display())))?;
         let id = new_id().map_err(CreateError::step("get random bytes"))?;
         let rootfs = self.rootfs(&options.spec)?;
         let config = &self.inner.config;
@@ -143,8 +145,10 @@ impl Engine {
             attached: options.attached,
             lease: options.lease,
         };
-        let (ours, theirs) = UnixStream::pair().map_err(CreateError::step("make the control stream"))?;
-        undo.keeper = Some(self.spawn_keeper(&dir, theirs)?);
+        let Some((ours, process)) = spare.into_parts() else {
+            return Err(CreateError::KeeperDied { log: None });
+        };
+        undo.keeper = Some(process);
         fault::point("engine-keeper").map_err(CreateError::step("start the keeper"))?;
         let (control, started) = greet(ours, &keeper_spec, lock, &dir).await?;
         let Started::Ready { keeper_pid, isolation, timings } = started else {
@@ -184,19 +188,61 @@ impl Engine {
         Ok(file)
     }
 
-    fn spawn_keeper(&self, dir: &Path, control: UnixStream) -> Result<Child, CreateError> {
-        let (program, args) = &self.inner.config.keeper;
-        let log = File::options().create(true).append(true).mode(0o600).open(dir.join("keeper.log"));
-        let log = log.map_err(CreateError::step("make the keeper's log"))?;
-        Command::new(program)
+    /// A keeper to talk to: the spare one if there is one, else a new one.
+    fn keeper(&self) -> io::Result<Spare> {
+        let spare = self.spares().pop();
+        spare.map_or_else(|| Spare::start(&self.inner.config), Ok)
+    }
+
+    fn spares(&self) -> std::sync::MutexGuard<'_, Vec<Spare>> {
+        self.inner.spares.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Starts a keeper ahead of the next [`Self::create`], which then finds its program loaded, its cell made and the
+    /// layers open. It belongs to no sandbox yet and ends with this process.
+    ///
+    /// # Errors
+    /// When the program can't be started.
+    pub fn prestart(&self) -> io::Result<()> {
+        let spare = Spare::start(&self.inner.config)?;
+        self.spares().push(spare);
+        Ok(())
+    }
+}
+
+/// A keeper that waits for its specification.
+pub(crate) struct Spare {
+    parts: Option<(UnixStream, Child)>,
+}
+
+impl Drop for Spare {
+    fn drop(&mut self) {
+        if let Some((control, mut process)) = self.parts.take() {
+            // The stream's end is its sign to go.
+            drop(control);
+            let _ = process.wait();
+        }
+    }
+}
+
+impl Spare {
+    pub(crate) fn start(config: &crate::Config) -> io::Result<Self> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let (program, args) = &config.keeper;
+        let process = Command::new(program)
             .args(args)
+            .arg(&config.data_dir)
             .env_clear()
             .envs(std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TRIALRUN_") || name == "PATH"))
-            .stdin(Stdio::from(OwnedFd::from(control)))
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            .stderr(Stdio::from(log))
-            .spawn()
-            .map_err(CreateError::step(format!("start the keeper {}", program.display())))
+            .stderr(Stdio::null())
+            .spawn()?;
+        Ok(Self { parts: Some((ours, process)) })
+    }
+
+    fn into_parts(mut self) -> Option<(UnixStream, Child)> {
+        self.parts.take()
     }
 }
 
@@ -223,7 +269,7 @@ pub(crate) fn expiry_ms(lease: Duration) -> u64 {
 }
 
 fn last_words(dir: &Path) -> Option<String> {
-    let text = fs::read_to_string(dir.join("keeper.log")).ok()?;
+    let text = fs::read_to_string(dir.join(trialrun_keeper::LOG_NAME)).ok()?;
     let start = text.char_indices().rev().nth(600).map_or(0, |(at, _)| at);
     let words = text[start..].trim();
     (!words.is_empty()).then(|| words.to_owned())

@@ -40,7 +40,7 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// What can be made again: images, the guest agent's program.
     pub cache_dir: PathBuf,
-    /// The program to run as a keeper, and its arguments.
+    /// The program to run as a keeper, and its arguments; the data directory is added to them.
     pub keeper: (PathBuf, Vec<String>),
     /// The guest agent's program.
     pub guest: Guest,
@@ -57,6 +57,8 @@ struct Inner {
     store: Mutex<Store>,
     tag: String,
     images: ImageStore,
+    /// Keepers that wait for a sandbox.
+    spares: Mutex<Vec<create::Spare>>,
     /// Held so that layers' file system stays mounted while the engine lives.
     warm: Mutex<Option<Box<dyn std::any::Any + Send>>>,
 }
@@ -67,15 +69,29 @@ impl Engine {
     /// # Errors
     /// Directories that can't be made, or a store that can't be opened.
     pub fn open(config: Config) -> Result<Self, EngineError> {
+        Self::open_with(config, false)
+    }
+
+    /// As [`Self::open`], for a client that will make a sandbox next: its keeper's program loads meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_prestarted(config: Config) -> Result<Self, EngineError> {
+        Self::open_with(config, true)
+    }
+
+    fn open_with(config: Config, prestart: bool) -> Result<Self, EngineError> {
         for dir in [&config.data_dir, &config.cache_dir] {
             make_dir(dir).map_err(|cause| EngineError::Directory { path: dir.clone(), cause })?;
         }
         let machines = config.data_dir.join("machines");
         make_dir(&machines).map_err(|cause| EngineError::Directory { path: machines, cause })?;
+        // A one-shot client's only keeper loads while the store opens.
+        let spares = if prestart { create::Spare::start(&config).ok().into_iter().collect() } else { Vec::new() };
         let store = Store::open(&config.data_dir).map_err(EngineError::Store)?;
         let tag = store.instance_tag()?;
         let images = ImageStore::open(&config.cache_dir).map_err(EngineError::Image)?;
-        let inner = Inner { config, store: Mutex::new(store), tag, images, warm: Mutex::new(None) };
+        let inner = Inner { config, store: Mutex::new(store), tag, images, spares: Mutex::new(spares), warm: Mutex::new(None) };
         let engine = Self { inner: Arc::new(inner) };
         engine.recover_if_needed();
         Ok(engine)

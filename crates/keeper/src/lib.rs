@@ -50,6 +50,8 @@ pub use trialrun_gateway::host_ca_bundle;
 
 /// Name of the keeper's socket in its machine's directory.
 pub const SOCKET_NAME: &str = "socket";
+/// Name of the keeper's log there.
+pub const LOG_NAME: &str = "keeper.log";
 /// Name of the lock that a keeper holds for life.
 pub const LOCK_NAME: &str = "lock";
 
@@ -73,20 +75,29 @@ pub fn machine_dir(data_dir: &Path, id: &trialrun_model::SandboxId) -> PathBuf {
     data_dir.join("machines").join(id.as_str())
 }
 
-/// The keeper's main: its standard input is the control stream to its engine. Never returns an error to the shell in
-/// place of a machine: failures travel on the control stream.
+/// The keeper's main: its standard input is the control stream to its engine. Failures to make a machine travel on that
+/// stream; a stream that ends before the specification is no failure, but a spare that was not needed.
+///
+/// `data_dir` is known before the specification, so that what needs no more than that is done while the engine still
+/// writes its intent down: the cell is made and the layers' file system is opened.
 ///
 /// # Errors
 /// When the control stream itself is broken.
-pub fn main() -> io::Result<()> {
-    let begun = Instant::now();
+pub fn main(data_dir: &Path) -> io::Result<()> {
     // Ctrl-C in the client's terminal is the client's to answer.
     let _ = rustix::process::setsid();
     let control = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let (spec, _lock) = read_spec(&control)?;
-    let mut timings = StartTimings { read_ms: ms(begun), ..StartTimings::default() };
+    let mut timings = StartTimings::default();
+    let at = Instant::now();
+    let cell = Cell::create();
+    timings.cell_ms = ms(at);
+    let driver = ContainerDriver::ahead(data_dir);
+    let at = Instant::now();
+    let Some((spec, _lock)) = read_spec(&control)? else { return Ok(()) };
+    timings.read_ms = ms(at);
     let dir = machine_dir(&spec.data_dir, &spec.id);
-    let result = start(&spec, &mut timings);
+    log_to(&dir)?;
+    let result = start(&spec, cell, &driver, &mut timings);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let local = tokio::task::LocalSet::new();
     local.block_on(&runtime, async move {
@@ -103,19 +114,26 @@ pub fn main() -> io::Result<()> {
     })
 }
 
+/// Sends what is said on standard error to the machine's own log.
+fn log_to(dir: &Path) -> io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let log = File::options().create(true).append(true).mode(0o600).open(dir.join(LOG_NAME))?;
+    Ok(rustix::stdio::dup2_stderr(&log)?)
+}
+
 fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
-fn read_spec(control: &UnixStream) -> io::Result<(KeeperSpec, Option<OwnedFd>)> {
+fn read_spec(control: &UnixStream) -> io::Result<Option<(KeeperSpec, Option<OwnedFd>)>> {
     let mut decoder = trialrun_guest_proto::Decoder::default();
     let mut fds = std::collections::VecDeque::new();
     loop {
         if let Some(frame) = decoder.next_frame().map_err(io::Error::other)? {
-            return Ok((conn::from_json(&frame)?, fds.pop_front()));
+            return Ok(Some((conn::from_json(&frame)?, fds.pop_front())));
         }
         if trialrun_sys::fdpass::recv(control.as_fd(), decoder.buffer(), 64 << 10, &mut fds)? == 0 {
-            return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+            return Ok(None);
         }
     }
 }
@@ -136,10 +154,13 @@ fn launch_failure(error: LaunchError) -> StartFailure {
     StartFailure { step: error.step, cause: error.cause.to_string(), way_out: error.way_out }
 }
 
-fn start(spec: &KeeperSpec, timings: &mut StartTimings) -> Result<Parts, StartFailure> {
-    let at = Instant::now();
-    let cell = Cell::create().map_err(|e| failure("make the cell", &chain(&e)))?;
-    timings.cell_ms = ms(at);
+fn start(
+    spec: &KeeperSpec,
+    cell: Result<Cell, trialrun_net::CellError>,
+    driver: &dyn Driver,
+    timings: &mut StartTimings,
+) -> Result<Parts, StartFailure> {
+    let cell = cell.map_err(|e| failure("make the cell", &chain(&e)))?;
     fault::point("keeper-cell").map_err(|e| failure("make the cell", &e))?;
     let at = Instant::now();
     let program = File::open(&spec.guest_program)
@@ -162,7 +183,7 @@ fn start(spec: &KeeperSpec, timings: &mut StartTimings) -> Result<Parts, StartFa
         boot: boot.encode_to_vec(),
         netns: Some(cell.netns),
     };
-    let mut machine = ContainerDriver.launch(machine_spec).map_err(launch_failure)?;
+    let mut machine = driver.launch(machine_spec).map_err(launch_failure)?;
     timings.launch_ms = ms(at);
     let Some(guest) = machine.guest_stream() else {
         return Err(failure("take the guest stream", &"it was taken"));

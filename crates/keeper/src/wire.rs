@@ -53,9 +53,9 @@ pub struct KeeperSpec {
 /// Milliseconds that the steps of a start took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct StartTimings {
-    /// Reading the specification.
+    /// Waiting for the specification, while the engine prepared it.
     pub read_ms: f64,
-    /// Making the cell.
+    /// Making the cell, which the keeper does before it has its specification.
     pub cell_ms: f64,
     /// The driver's launch.
     pub launch_ms: f64,

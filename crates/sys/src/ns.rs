@@ -202,6 +202,18 @@ pub fn become_subreaper() -> io::Result<()> {
     check(unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as libc::c_ulong, 0, 0, 0) })
 }
 
+/// Takes a real-time or deadline scheduling policy off the calling thread: a machine does not inherit its client's, and
+/// such a thread can't enter a cgroup without a real-time budget. sched_setscheduler(2).
+///
+/// # Errors
+/// What the kernel says.
+pub fn ordinary_scheduling() -> io::Result<()> {
+    // SAFETY: an all-zero sched_param is valid for SCHED_OTHER, and it outlives the call.
+    let param: libc::sched_param = unsafe { std::mem::zeroed() };
+    // SAFETY: as above; 0 is the calling thread.
+    check(unsafe { libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const param) })
+}
+
 /// The Landlock version of the running kernel. landlock_create_ruleset(2) with LANDLOCK_CREATE_RULESET_VERSION.
 ///
 /// # Errors

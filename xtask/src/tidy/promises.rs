@@ -27,7 +27,9 @@ fn tests_of(source: &str) -> Vec<String> {
     let mut pending = false;
     for line in code.lines().map(str::trim) {
         pending |= line.starts_with("#[test]") || (line.starts_with("#[") && line.contains("::test"));
-        let function = line.split_once("fn ").filter(|(before, _)| before.chars().all(|c| c.is_alphanumeric() || " ()".contains(c)));
+        let function = line
+            .split_once("fn ")
+            .filter(|(before, _)| before.chars().all(|c| c.is_alphanumeric() || " ()".contains(c)));
         if let Some((_, rest)) = function {
             let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
             if std::mem::take(&mut pending) && !name.is_empty() {

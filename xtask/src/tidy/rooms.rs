@@ -62,7 +62,7 @@ fn imports(package: &Package) -> impl Iterator<Item = &str> {
 }
 
 /// Rooms that a room imports, through others too.
-fn reaches<'a>(packages: &'a [Package], start: &str) -> BTreeSet<&'a str> {
+fn reaches<'a>(packages: &'a [Package], start: &'a str) -> BTreeSet<&'a str> {
     let mut seen = BTreeSet::new();
     let mut open = vec![start];
     while let Some(next) = open.pop() {
@@ -104,7 +104,11 @@ pub fn check(packages: &[Package]) -> Vec<String> {
         if let Some((_, allowed)) = PURE.iter().find(|(pure, _)| *pure == name) {
             let outside = package.dependencies.iter().filter(|d| d.path.is_none() && d.kind.is_none());
             for other in outside.filter(|d| !allowed.contains(&d.name.as_str())) {
-                problem(format!("{name} does no I/O and imports nothing but {}; found {}", allowed.join(", "), other.name));
+                problem(format!(
+                    "{name} does no I/O and imports nothing but {}; found {}",
+                    allowed.join(", "),
+                    other.name
+                ));
             }
         }
     }
@@ -122,12 +126,19 @@ mod tests {
             let path = (name.starts_with("trialrun")).then(|| name.into());
             Dependency { name: name.to_owned(), kind, path }
         };
-        Package { name: name.to_owned(), manifest_path: name.into(), dependencies: imports.iter().map(dependency).collect() }
+        Package {
+            name: name.to_owned(),
+            manifest_path: name.into(),
+            dependencies: imports.iter().map(dependency).collect(),
+        }
     }
 
     #[test]
     fn imports_point_down_only() {
-        let fine = [package("trialrun-engine", &["trialrun-keeper"]), package("trialrun-keeper", &["dev:trialrun-engine", "serde"])];
+        let fine = [
+            package("trialrun-engine", &["trialrun-keeper"]),
+            package("trialrun-keeper", &["dev:trialrun-engine", "serde"]),
+        ];
         assert_eq!(check(&fine), Vec::<String>::new());
         let up = check(&[package("trialrun-keeper", &["trialrun-engine"])]);
         assert!(up.len() == 1 && up[0].contains("keeper imports engine"), "{up:?}");

@@ -17,10 +17,14 @@ pub fn check(workspace: &Workspace, files: &[PathBuf]) -> Vec<String> {
     }
     for manifest in files.iter().filter(|f| f.ends_with("Cargo.toml") && *f != Path::new("Cargo.toml")) {
         let text = workspace.text(manifest).unwrap_or_default();
-        let takes_lints = text.split("[lints]").nth(1).is_some_and(|rest| rest.trim_start().starts_with("workspace = true"));
+        let takes_lints =
+            text.split("[lints]").nth(1).is_some_and(|rest| rest.trim_start().starts_with("workspace = true"));
         let is_package = text.contains("[package]");
         if is_package && !takes_lints && !manifest.starts_with(UNSAFE_ROOM) && in_workspace(workspace, manifest) {
-            problems.push(format!("{}: it does not take the workspace's lints ([lints] workspace = true)", manifest.display()));
+            problems.push(format!(
+                "{}: it does not take the workspace's lints ([lints] workspace = true)",
+                manifest.display()
+            ));
         }
     }
     problems
@@ -35,7 +39,8 @@ fn lines_with_unsafe(text: &str) -> Vec<usize> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let bad = |line: &str| {
         let words = || line.split(|c| !is_word(c));
-        words().any(|word| word == "unsafe") || (words().any(|w| w == "unsafe_code") && words().any(|w| w == "allow" || w == "expect"))
+        words().any(|word| word == "unsafe")
+            || (words().any(|w| w == "unsafe_code") && words().any(|w| w == "allow" || w == "expect"))
     };
     code.lines().enumerate().filter(|(_, line)| bad(line)).map(|(at, _)| at + 1).collect()
 }
@@ -101,7 +106,8 @@ fn raw(text: &[char], at: usize) -> Option<usize> {
         return None;
     }
     let inside = at + hashes + 1;
-    let ends = |i: &usize| text[*i] == '"' && text[i + 1..].iter().take(hashes).filter(|c| **c == '#').count() == hashes;
+    let ends =
+        |i: &usize| text[*i] == '"' && text[i + 1..].iter().take(hashes).filter(|c| **c == '#').count() == hashes;
     Some((inside..text.len()).find(ends).map_or(text.len(), |i| i + 1 + hashes))
 }
 
@@ -114,7 +120,9 @@ mod tests {
 
     #[test]
     fn the_word_counts_in_code_only() {
-        let clean = format!("// {WORD}\n/* a /* {WORD} */ {WORD} */ let s = \"{WORD} \\\" {WORD}\"; r#\"{WORD} \" {WORD}\"#; b'\\''; '\"'; x_{WORD}");
+        let clean = format!(
+            "// {WORD}\n/* a /* {WORD} */ {WORD} */ let s = \"{WORD} \\\" {WORD}\"; r#\"{WORD} \" {WORD}\"#; b'\\''; '\"'; x_{WORD}"
+        );
         assert_eq!(lines_with_unsafe(&clean), Vec::<usize>::new());
         let found = format!("fn a<'a>() {{}}\n// x\n{WORD} {{ }}\n#![allow({WORD}_code)]\n#![forbid({WORD}_code)]\n");
         assert_eq!(lines_with_unsafe(&found), [3, 4]);

@@ -26,7 +26,8 @@ pub fn check(workspace: &Workspace, files: &[PathBuf]) -> Vec<String> {
                 problems.push(format!("{}: {path} is a path of this machine", at()));
             }
             if let Some(host) = hosts.iter().find(|host| !is_lock && line.contains(host.as_str())) {
-                problems.push(format!("{}: {host} is a package registry's host; ask the client for it at run time", at()));
+                problems
+                    .push(format!("{}: {host} is a package registry's host; ask the client for it at run time", at()));
             }
         }
     }
@@ -81,7 +82,7 @@ fn registry_hosts() -> BTreeSet<String> {
 fn host(text: &str) -> Option<String> {
     let text = text.trim();
     let rest = text.split_once("://").map_or(text, |(_, rest)| rest);
-    let name = rest.split(['/', ':']).next()?.rsplit('@').next()?;
+    let name = rest.split('/').next()?.rsplit('@').next()?.split(':').next()?;
     let good = name.contains('.') && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '-'));
     (good && name.parse::<std::net::IpAddr>().is_err()).then(|| name.to_ascii_lowercase())
 }
@@ -100,8 +101,7 @@ mod tests {
 
     #[test]
     fn hosts_are_read_from_what_clients_print() {
-        assert_eq!(host("https://user:pw@mirror.example.com:8443/simple"), None);
-        assert_eq!(host("https://mirror.example.com:8443/simple/"), Some("mirror.example.com".into()));
+        assert_eq!(host("https://user:pw@mirror.example.com:8443/simple/"), Some("mirror.example.com".into()));
         assert_eq!(host("files.example.org"), Some("files.example.org".into()));
         for text in ["", "direct", "off", "undefined", "http://127.0.0.1:3141/", "localhost", "***"] {
             assert_eq!(host(text), None, "{text}");
