@@ -28,11 +28,6 @@ impl Failure {
         Self { code: OURS, message: message.into(), hint: None }
     }
 
-    /// A failure of ours with its chain of causes.
-    pub fn from_error(error: &dyn Error) -> Self {
-        Self::ours(chain(error))
-    }
-
     /// With the way out.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());

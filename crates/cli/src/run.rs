@@ -60,7 +60,7 @@ pub async fn run(dirs: &Dirs, run: Run) -> Result<u8, Failure> {
     let mut interrupts = Interrupts::listen()?;
     let uploads = run.upload.iter().map(|text| split_upload(text)).collect::<Result<Vec<_>, _>>()?;
     interrupts.guard(context::ensure_image(&engine, &run.machine.image, &steps)).await??;
-    let network = interrupts.guard(network(dirs, &run.network, &run.machine.allow, &steps)).await??;
+    let network = interrupts.guard(network(&engine, &run.machine.image, &run.network, &run.machine.allow, &steps)).await??;
     let spec = spec(&run.machine, network.env)?;
     let options = CreateOptions { spec, policy: network.policy, attached: true, lease: None };
     let sandbox = interrupts.guard(engine.create(options)).await??;

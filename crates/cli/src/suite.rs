@@ -49,7 +49,7 @@ enum Stop {
     /// A verdict already: the install failed, or something of ours.
     Verdict(Verdict, Option<String>),
     /// A signal.
-    Interrupted(i32),
+    Interrupted,
 }
 
 fn ours(stage: &'static str) -> impl FnOnce(String) -> Stop {
@@ -139,8 +139,9 @@ pub async fn test(dirs: &Dirs, test: Test) -> Result<u8, Failure> {
     let steps = Steps::new(test.json && !std::io::stderr().is_terminal());
     let mut interrupts = Interrupts::listen()?;
     interrupts.guard(context::ensure_image(&engine, &test.machine.image, &steps)).await??;
-    let install = interrupts.guard(network(dirs, &test.install_network, &test.machine.allow, &steps)).await??;
-    let cut = interrupts.guard(network(dirs, &test.network, &test.machine.allow, &steps)).await??;
+    let image = &test.machine.image;
+    let install = interrupts.guard(network(&engine, image, &test.install_network, &test.machine.allow, &steps)).await??;
+    let cut = interrupts.guard(network(&engine, image, &test.network, &test.machine.allow, &steps)).await??;
     let begun = Instant::now();
     steps.say("starting the machine");
     let sandbox = interrupts.guard(create(&engine, &test, install.policy, install.env)).await??;
@@ -205,13 +206,6 @@ impl Suite<'_> {
         self.phase = Instant::now();
     }
 
-    async fn guard<T>(&mut self, work: impl Future<Output = T>) -> Result<T, Stop> {
-        tokio::select! {
-            done = work => Ok(done),
-            number = self.interrupts.next() => Err(Stop::Interrupted(number)),
-        }
-    }
-
     async fn upload(&mut self) -> Result<(), Stop> {
         self.steps.say(&format!("uploading {}", self.test.path.display()));
         let rules = trialrun_project::upload_rules(&self.test.path);
@@ -224,7 +218,7 @@ impl Suite<'_> {
         let sandbox = &self.sandbox;
         let moved = tokio::select! {
             moved = sandbox.upload(&self.test.path, PROJECT, engine_rules) => moved,
-            number = self.interrupts.next() => return Err(Stop::Interrupted(number)),
+            _ = self.interrupts.next() => return Err(Stop::Interrupted),
         };
         let moved = moved.map_err(|e| ours("upload")(words(&e)))?;
         if moved.skipped_total > 0 {
@@ -248,7 +242,7 @@ impl Suite<'_> {
         let client = self.sandbox.client().clone();
         match stream::follow(&client, following, false, false, tee, &mut self.interrupts).await {
             Ok(Ended::Outcome(outcome)) => Ok(outcome),
-            Ok(Ended::Interrupted(number)) => Err(Stop::Interrupted(number)),
+            Ok(Ended::Interrupted(_)) => Err(Stop::Interrupted),
             Err(failure) => Err(ours("install")(failure.message)),
         }
     }
@@ -377,7 +371,7 @@ impl Suite<'_> {
         let ended = stream::follow(&client, following, false, false, &mut tee, &mut self.interrupts).await;
         let outcome = match ended {
             Ok(Ended::Outcome(outcome)) => outcome,
-            Ok(Ended::Interrupted(number)) => return Err(Stop::Interrupted(number)),
+            Ok(Ended::Interrupted(_)) => return Err(Stop::Interrupted),
             Err(failure) => return Err(ours("tests")(failure.message)),
         };
         self.phase("tests", Some(outcome.cpu.as_millis() as u64));
@@ -501,7 +495,7 @@ impl Suite<'_> {
         let report = &mut self.report;
         let (verdict, tail) = match stop {
             Stop::Verdict(verdict, tail) => (verdict, tail),
-            Stop::Interrupted(_) => (Verdict::Interrupted, None),
+            Stop::Interrupted => (Verdict::Interrupted, None),
         };
         report.exit_code = trialrun_report::run::exit_code(&verdict);
         report.meaning = meaning(&verdict, true);
@@ -514,7 +508,7 @@ impl Suite<'_> {
 
     /// Measures, lets the machine go, and prints.
     async fn finish(mut self, stopped: Option<Stop>) -> Result<u8, Failure> {
-        let interrupted = matches!(stopped, Some(Stop::Interrupted(_)));
+        let interrupted = matches!(stopped, Some(Stop::Interrupted));
         if let Some(stop) = stopped {
             self.stop(stop);
         }

@@ -41,7 +41,7 @@ async fn measure(world: &World, n: usize) -> Result<Value> {
         bail!("{} of {n} machines were made; the others: {}", machines.len(), failed.join(" | "));
     }
     let (keepers, agents, sums) = memory(&machines).await?;
-    let host = available.saturating_sub(mem_available()) as f64 / n as f64 / f64::from(1 << 20);
+    let host = (mib(available) - mib(mem_available())) / n as f64;
     let begun = Instant::now();
     let mut ends = JoinSet::new();
     for machine in machines {

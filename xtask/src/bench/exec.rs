@@ -36,7 +36,10 @@ async fn round_trips(world: &World, sandbox: &Sandbox, n: usize) -> Result<Value
     let (agent, _) = pids(sandbox)?;
     let nsenter =
         ["nsenter", "-t", &agent.to_string(), "-U", "-m", "-p", "-n", "-i", "-u", "-C", TRUE].map(str::to_owned);
-    let (podman, bwrap) = (world.peers()?.has(Peer::Podman), world.peers()?.has(Peer::Bubblewrap));
+    let [podman, bwrap] = {
+        let peers = world.peers()?;
+        [Peer::Podman, Peer::Bubblewrap].map(|peer| peers.has(peer))
+    };
     let names = ["trialrun exec", "nsenter into the machine", "podman exec", "bwrap, a new sandbox each"];
     let mut rows: Vec<(&str, Series)> = names.map(|name| (name, Series::default())).into();
     for round in 0..WARM_UP + n {

@@ -11,7 +11,7 @@ mod table;
 mod world;
 
 use anyhow::{Result, bail};
-use clap::{Args as ClapArgs, Parser, Subcommand};
+use clap::{Parser, Subcommand, builder::RangedU64ValueParser};
 use std::{path::PathBuf, process::ExitCode};
 use tokio::signal::unix::{SignalKind, signal};
 use world::World;
@@ -37,8 +37,9 @@ struct Args {
 enum Command {
     /// From nothing to the first byte that Python prints, and to the end
     Start {
-        #[command(flatten)]
-        rounds: Rounds<40>,
+        /// Rounds
+        #[arg(long, short, default_value_t = 40, value_parser = at_least_one())]
+        n: usize,
         /// Also where the time of a cold start goes
         #[arg(long)]
         breakdown: bool,
@@ -48,26 +49,26 @@ enum Command {
     },
     /// Round trip of a command in a running machine; big output
     Exec {
-        #[command(flatten)]
-        rounds: Rounds<100>,
+        /// Rounds
+        #[arg(long, short, default_value_t = 100, value_parser = at_least_one())]
+        n: usize,
     },
     /// 20,000 files of 10 KiB up and down, beside tar
     Files {
-        #[command(flatten)]
-        rounds: Rounds<7>,
+        /// Rounds
+        #[arg(long, short, default_value_t = 7, value_parser = at_least_one())]
+        n: usize,
     },
     /// Idle machines, made at once: do all start, how long does it take, what do they cost
     Density {
-        #[command(flatten)]
-        machines: Rounds<50>,
+        /// Machines
+        #[arg(long, short, default_value_t = 50, value_parser = at_least_one())]
+        n: usize,
     },
 }
 
-#[derive(Debug, ClapArgs)]
-struct Rounds<const DEFAULT: usize> {
-    /// How many
-    #[arg(long, short, default_value_t = DEFAULT, value_name = "N", value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
-    n: usize,
+fn at_least_one() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..)
 }
 
 fn main() -> ExitCode {
@@ -111,10 +112,10 @@ async fn bench(args: Args) -> Result<()> {
 async fn measure(world: &World, command: Command, json: Option<PathBuf>) -> Result<()> {
     world.ensure_image()?;
     let (name, numbers) = match command {
-        Command::Start { rounds, breakdown, only } => ("start", start::run(world, rounds.n, breakdown, &only).await?),
-        Command::Exec { rounds } => ("exec", exec::run(world, rounds.n).await?),
-        Command::Files { rounds } => ("files", files::run(world, rounds.n).await?),
-        Command::Density { machines } => ("density", density::run(world, machines.n).await?),
+        Command::Start { n, breakdown, only } => ("start", start::run(world, n, breakdown, &only).await?),
+        Command::Exec { n } => ("exec", exec::run(world, n).await?),
+        Command::Files { n } => ("files", files::run(world, n).await?),
+        Command::Density { n } => ("density", density::run(world, n).await?),
     };
     let path = json.unwrap_or_else(|| world.target.join("bench").join(format!("{name}.json")));
     if let Some(dir) = path.parent() {

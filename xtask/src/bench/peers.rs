@@ -56,8 +56,9 @@ pub struct Peers {
     runs: usize,
     /// A container to exec in.
     podman_container: Option<String>,
-    /// Podman's parent groups that were there before.
-    groups_before: Vec<PathBuf>,
+    /// What podman makes on the host and was there before.
+    podman_before: Vec<PathBuf>,
+    closed: bool,
 }
 
 impl Peers {
@@ -76,7 +77,8 @@ impl Peers {
             helper: None,
             runs: 0,
             podman_container: None,
-            groups_before: podman_groups(),
+            podman_before: podman_traces(),
+            closed: false,
         };
         for peer in Peer::ALL {
             match peers.try_once(peer) {
@@ -207,8 +209,11 @@ impl Peers {
     }
 
     /// Removes what they made; says what could not be removed.
-    pub fn close(mut self) -> Vec<String> {
+    pub fn close(&mut self) -> Vec<String> {
         let mut left = Vec::new();
+        if std::mem::replace(&mut self.closed, true) {
+            return left;
+        }
         if self.dir.join("podman").exists() {
             // Also where no container was kept: a run that was cut off may have left one.
             let argv = self.podman(&["rm", "--all", "--force", "--time", "0"]);
@@ -243,10 +248,17 @@ impl Peers {
         {
             let _ = Command::new("umount").args(["--lazy", place]).status();
         }
-        for group in podman_groups().into_iter().filter(|group| !self.groups_before.contains(group)) {
-            remove_group(&group);
+        for trace in podman_traces().into_iter().filter(|trace| !self.podman_before.contains(trace)) {
+            if trace.is_dir() { remove_group(&trace) } else { drop(fs::remove_file(&trace)) }
         }
         left
+    }
+}
+
+/// For a panic; the ordinary way is [`Peers::close`], which says what it could not remove.
+impl Drop for Peers {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 
@@ -257,12 +269,11 @@ fn words(first: &[&str], rest: &[&str]) -> Vec<String> {
     first.iter().chain(rest).map(|word| (*word).to_owned()).collect()
 }
 
-/// The groups below which podman makes its own, one per hierarchy.
-fn podman_groups() -> Vec<PathBuf> {
-    let hierarchies = fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten();
-    let groups =
-        hierarchies.map(|e| e.path().join("libpod_parent")).chain([PathBuf::from("/sys/fs/cgroup/libpod_parent")]);
-    groups.filter(|group| group.exists()).collect()
+/// What podman makes outside of its directories and leaves: the groups above its own, one per hierarchy, and its locks.
+fn podman_traces() -> Vec<PathBuf> {
+    let hierarchies = fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten().map(|e| e.path());
+    let groups = hierarchies.chain([PathBuf::from("/sys/fs/cgroup")]).map(|hierarchy| hierarchy.join("libpod_parent"));
+    groups.chain([PathBuf::from("/dev/shm/libpod_lock")]).filter(|trace| trace.exists()).collect()
 }
 
 fn remove_group(group: &Path) {

@@ -19,8 +19,12 @@ const SETTLE: Duration = Duration::from_secs(20);
 
 /// One run's world.
 pub struct World {
+    /// Before the directories, which they use until they end.
+    peers: RefCell<Option<Peers>>,
     /// Removed at the end.
     pub temp: TempDir,
+    /// As `temp`, in memory.
+    pub shm: TempDir,
     /// Of this process, kept warm as a server's is.
     pub engine: Engine,
     /// A copy of the program, so that a build meanwhile does not change what is measured.
@@ -29,7 +33,6 @@ pub struct World {
     pub cache_dir: PathBuf,
     /// Where cargo builds.
     pub target: PathBuf,
-    peers: RefCell<Option<Peers>>,
 }
 
 impl World {
@@ -41,7 +44,9 @@ impl World {
         ensure!(rustix::process::geteuid().is_root(), "machines need root: run it with sudo -E");
         let exe = std::env::current_exe()?;
         let release = exe.parent().context("my own directory")?;
-        let temp = tempfile::Builder::new().prefix("trialrun-bench-").tempdir()?;
+        let prefix = "trialrun-bench-";
+        let temp = tempfile::Builder::new().prefix(prefix).tempdir()?;
+        let shm = tempfile::Builder::new().prefix(prefix).tempdir_in("/dev/shm").context("a directory in /dev/shm")?;
         let program = temp.path().join("trialrun");
         fs::copy(release.join("trialrun"), &program).context("take the program; cargo xtask bench builds it")?;
         let config = Config {
@@ -54,7 +59,7 @@ impl World {
         let engine = Engine::open(config)?;
         engine.keep_warm();
         let target = release.parent().unwrap_or(Path::new("target")).to_owned();
-        Ok(Self { temp, engine, program, cache_dir, target, peers: RefCell::default() })
+        Ok(Self { peers: RefCell::default(), temp, shm, engine, program, cache_dir, target })
     }
 
     /// Builds the image python where it is missing.
@@ -105,7 +110,7 @@ impl World {
     /// Takes everything away and says what could not be. Machines of a cut run end with their handles, which are gone
     /// by now; their keepers need a moment.
     pub async fn close(self) -> Vec<String> {
-        let mut left = self.peers.into_inner().map(Peers::close).unwrap_or_default();
+        let mut left = self.peers.into_inner().map(|mut peers| peers.close()).unwrap_or_default();
         let begun = Instant::now();
         let mut machines = fs_names(&self.engine.data_dir().join("machines"));
         while !machines.is_empty() && begun.elapsed() < SETTLE {
@@ -115,8 +120,16 @@ impl World {
         left.extend(machines.iter().map(|name| format!("machine {name}")));
         left.extend(self.engine.recover().failed);
         drop(self.engine);
-        if let Err(e) = self.temp.close() {
-            left.push(format!("the temporary directory: {e}"));
+        for dir in [self.temp, self.shm] {
+            let path = dir.keep();
+            // A download that was cut off writes until it notices that its machine is gone.
+            while let Err(e) = fs::remove_dir_all(&path) {
+                if begun.elapsed() > SETTLE {
+                    left.push(format!("{}: {e}", path.display()));
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
         }
         left
     }

@@ -52,6 +52,9 @@ pub(super) fn key(env: &DiscoverEnv) -> String {
             hash.update(part);
         }
     };
+    for index in &env.image_indexes {
+        add(b"image index", index.as_bytes());
+    }
     let mut variables: Vec<_> = std::env::vars_os()
         .filter(|(name, _)| VARIABLES.iter().any(|prefix| name.to_string_lossy().starts_with(prefix)))
         .collect();

@@ -61,7 +61,7 @@ impl Answer {
         }
     }
 
-    fn add(&mut self, client: &'static str, kind: IndexKind, text: &str) {
+    pub(super) fn add(&mut self, client: &'static str, kind: IndexKind, text: &str) {
         match Url::parse(text) {
             Ok(url) if matches!(url.scheme(), "http" | "https") => self.indexes.push(Index { client, kind, url }),
             Ok(_) => {} // a folder or a checkout: nothing to open

@@ -30,11 +30,13 @@ pub struct DiscoverEnv {
     pub upstream_proxy: Option<UpstreamProxy>,
     /// How long one client or one request may take.
     pub step_timeout: Duration,
+    /// Python indexes that the image's own pip is configured for, as the caller asked it in a machine.
+    pub image_indexes: Vec<String>,
 }
 
 impl Default for DiscoverEnv {
     fn default() -> Self {
-        Self { cache: None, upstream_proxy: None, step_timeout: Duration::from_secs(20) }
+        Self { cache: None, upstream_proxy: None, step_timeout: Duration::from_secs(20), image_indexes: Vec::new() }
     }
 }
 
@@ -122,6 +124,9 @@ async fn ask(env: &DiscoverEnv) -> RegistrySet {
         said.indexes.extend(answer.indexes);
         said.machine_env.extend(answer.machine_env);
         said.notes.extend(answer.notes);
+    }
+    for text in &env.image_indexes {
+        said.add("pip in the image", IndexKind::Pip, text);
     }
     said.indexes.sort();
     said.indexes.dedup();
