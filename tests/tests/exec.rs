@@ -320,6 +320,9 @@ fn the_environment_arrives_byte_for_byte_and_bad_names_are_refused() -> Result<(
             let ran = run(&sandbox, spec).await?;
             ensure!(matches!(&ran.all.outcome.ended, Ended::Refused(r) if r.kind == RefusalKind::BadEnv), "{name:?}: {ran:?}");
         }
+        // More than a message holds is the caller's mistake, and the machine lives on.
+        let huge = run(&sandbox, ExecSpec::new(Command::argv(["echo".to_owned(), "x".repeat(400 << 10)]))).await;
+        ensure!(huge.as_ref().is_err_and(|e| e.to_string().contains("limit")), "{huge:?}");
         // A name that a shell would run is only a name.
         let odd = vec![(b"A;touch /tmp/p".to_vec(), b"x".to_vec())];
         run(&sandbox, ExecSpec { env: odd, ..shell("true") }).await?;
@@ -464,7 +467,7 @@ fn a_full_disk_is_an_error_inside_named_in_the_result_and_harmless_outside() -> 
     world.run(async |engine| {
         let sandbox = create(&engine, with_limits(Limits { disk: ByteSize::mib(32), ..Limits::default() })).await?;
         let neighbour = create(&engine, host()).await?;
-        let fill = "import os\ntry:\n  f = open('/workspace/big', 'wb')\n  while True: f.write(os.urandom(1 << 20)); f.flush(); os.fsync(f.fileno())\nexcept OSError as e:\n  print(e.errno); os._exit(9)\n";
+        let fill = "import os\ntry:\n  f = open('/workspace/big', 'wb')\n  while True: f.write(os.urandom(1 << 20)); f.flush(); os.fsync(f.fileno())\nexcept OSError as e:\n  print(e.errno, flush=True); os._exit(9)\n";
         let ran = py(&sandbox, None, fill).await?;
         ensure!(matches!(ran.out.trim(), "28" | "122") && ran.code() == Some(9), "{ran:?}");
         ensure!(ran.all.outcome.disk_full, "{ran:?}");
@@ -624,7 +627,7 @@ for _ in range(50):
     if b'44 99' in seen: break
 until(b'44 99')
 os.write(fd, b'test -t 0 && test -t 1 && echo is-a-$((40+2))-tty\n'); until(b'is-a-42-tty')
-os.write(fd, b'bash -c "trap \'echo c""aught; exit\' INT; echo g""o; while :; do sleep 0.1; done"\n'); until(b'\rgo'); os.write(fd, b'\x03'); until(b'\ncaught')
+os.write(fd, b'bash -c "trap \'echo c""aught; exit\' INT; echo g""o; while :; do sleep 0.1; done"\n'); until(b'\rgo'); os.write(fd, b'\x03'); until(b'^Ccaught')
 os.write(fd, b'exit 7\n')
 try:
     while os.read(fd, 4096): pass

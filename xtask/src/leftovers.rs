@@ -30,7 +30,7 @@ pub fn look() -> BTreeSet<String> {
     }
     found.extend(entries("/run/trialrun/lineages").filter_map(|claim| stale_claim(&claim)));
     found.extend(
-        entries("/tmp")
+        entries("/tmp").chain(entries("/dev/shm"))
             .filter(|path| name(path).starts_with("trialrun-"))
             .map(|path| format!("file {}", path.display())),
     );

@@ -96,8 +96,10 @@ impl Pool {
         }
         match Self::open_image(data_dir) {
             Ok(pool) => Ok(pool),
-            Err(LaunchError { step, way_out: Some(way), cause }) => plain(format!("can't {step} ({cause}); {way}")),
-            Err(e) => Err(e),
+            Err(ImageError::NoBtrfs(LaunchError { step, way_out, cause })) => {
+                plain(format!("can't {step} ({cause}); {}", way_out.unwrap_or_default()))
+            }
+            Err(ImageError::Failed(e)) => Err(e),
         }
     }
 
@@ -107,22 +109,24 @@ impl Pool {
         data_dir.join("layers").exists().then(|| Self::open(data_dir).ok()).flatten()
     }
 
-    fn open_image(data_dir: &Path) -> Result<Self, LaunchError> {
+    fn open_image(data_dir: &Path) -> Result<Self, ImageError> {
         let (path, lock_path) = (data_dir.join("pool.btrfs"), data_dir.join("pool.lock"));
         let lock = lock(&lock_path).map_err(fail(format!("lock {}", lock_path.display())))?;
         if !path.exists() {
             make_image(&path)?;
         }
         let file = File::options().read(true).write(true).open(&path).map_err(fail(format!("open {}", path.display())))?;
-        let device = LoopDevice::attach(&file).map_err(|cause| LaunchError {
-            step: format!("attach {} to a loop device", path.display()),
-            way_out: Some("load the loop module (modprobe loop)".to_owned()),
-            cause,
+        let device = LoopDevice::attach(&file).map_err(|cause| {
+            no_btrfs(format!("attach {} to a loop device", path.display()), "load the loop module (modprobe loop)", cause)
         })?;
-        let (mount, root) = mount_detached(device.path()).map_err(|cause| LaunchError {
-            step: format!("mount {} as btrfs", path.display()),
-            way_out: Some("load the btrfs module (modprobe btrfs)".to_owned()),
-            cause,
+        let (mount, root) = mount_detached(device.path()).map_err(|cause| {
+            let step = format!("mount {} as btrfs", path.display());
+            // ENODEV: the kernel knows no such file system. Anything else is a fault that must not pass for it.
+            if cause.raw_os_error() == Some(rustix::io::Errno::NODEV.raw_os_error()) {
+                no_btrfs(step, "load the btrfs module (modprobe btrfs)", cause)
+            } else {
+                LaunchError::new(step, cause).into()
+            }
         })?;
         drop(lock);
         Ok(Self { root, backing: Backing::Image { file, device, lock: lock_path, _mount: mount } })
@@ -305,14 +309,32 @@ fn mount_detached(device: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((mount, root))
 }
 
-fn make_image(path: &Path) -> Result<(), LaunchError> {
+/// Why the image file can't be used.
+enum ImageError {
+    /// The host has no btrfs: a plain directory does, and says so.
+    NoBtrfs(LaunchError),
+    /// Anything else, such as a full disk: never a reason to do without limits.
+    Failed(LaunchError),
+}
+
+impl From<LaunchError> for ImageError {
+    fn from(error: LaunchError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+fn no_btrfs(step: String, way_out: &str, cause: io::Error) -> ImageError {
+    ImageError::NoBtrfs(LaunchError { step, way_out: Some(way_out.to_owned()), cause })
+}
+
+fn make_image(path: &Path) -> Result<(), ImageError> {
     let fresh = path.with_extension("new");
     let step = || format!("make {}", path.display());
-    let build = || -> Result<(), LaunchError> {
+    let build = || -> Result<(), ImageError> {
         let file = File::create(&fresh).map_err(fail(step()))?;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, FIRST_SIZE).map_err(|e| LaunchError {
             step: format!("allocate {} for {}", ByteSize(FIRST_SIZE), path.display()),
-            way_out: None,
+            way_out: Some("free space there, or put the data directory elsewhere (TRIALRUN_DATA_DIR)".to_owned()),
             cause: e.into(),
         })?;
         let output = Command::new("mkfs.btrfs")
@@ -320,16 +342,12 @@ fn make_image(path: &Path) -> Result<(), LaunchError> {
             .arg(&fresh)
             .stdin(Stdio::null())
             .output()
-            .map_err(|cause| LaunchError {
-                step: "run mkfs.btrfs".to_owned(),
-                way_out: Some("install it (apt-get install btrfs-progs)".to_owned()),
-                cause,
-            })?;
+            .map_err(|cause| no_btrfs("run mkfs.btrfs".to_owned(), "install it (apt-get install btrfs-progs)", cause))?;
         if !output.status.success() {
             let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(LaunchError::new(format!("mkfs.btrfs {}", fresh.display()), io::Error::other(words)));
+            return Err(LaunchError::new(format!("mkfs.btrfs {}", fresh.display()), io::Error::other(words)).into());
         }
-        fs::rename(&fresh, path).map_err(fail(step()))
+        Ok(fs::rename(&fresh, path).map_err(fail(step()))?)
     };
     build().inspect_err(|_| drop(fs::remove_file(&fresh)))
 }

@@ -54,6 +54,10 @@ pub struct Stdin {
 }
 
 fn lost(e: &io::Error) -> CallError {
+    if e.kind() == io::ErrorKind::InvalidInput {
+        // Ours to send, and not sent.
+        return CallError { kind: CallErrorKind::Invalid, message: e.to_string() };
+    }
     CallError { kind: CallErrorKind::MachineLost, message: format!("the machine's keeper is gone: {e}") }
 }
 

@@ -124,7 +124,8 @@ impl Sender {
     pub async fn json<T: Serialize>(&self, kind: Kind, message: &T, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let payload = serde_json::to_vec(message).map_err(io::Error::other)?;
         if payload.len() > MAX_PAYLOAD {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too long"));
+            let words = format!("the request is {} bytes long; the limit is {MAX_PAYLOAD}", payload.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, words));
         }
         self.frame(0, kind, &payload, fds).await
     }

@@ -32,6 +32,8 @@ use trialrun_model::{ExecId, Limits};
 
 /// Ended execs that stay listed.
 const ENDED_KEPT: usize = 64;
+/// How long a part of a list of files may become, well below a frame's limit.
+const FILES_PART_BYTES: usize = 200 << 10;
 
 /// A running keeper's state.
 pub struct Keeper {
@@ -232,6 +234,10 @@ impl Keeper {
             }
             Call::Kill(exec) => {
                 let exec = self.exec(exec)?;
+                if exec.outcome().is_some() {
+                    // What a spawned leader left behind still lives in its slot.
+                    let _ = self.machine.borrow_mut().kill_slot(exec.id);
+                }
                 exec.ask_kill();
                 exec.ended().await;
                 Ok(Reply::Done)
@@ -334,13 +340,25 @@ impl Keeper {
 async fn send_reply(sender: &Sender, reply: Reply) -> std::io::Result<()> {
     match reply {
         Reply::Files(files) => {
-            for part in files.chunks(256) {
-                sender.json(Kind::Event, &Reply::Files(part.to_vec()), &[]).await?;
+            // A name's byte takes up to six in JSON, and a link's target has up to 4096 of them.
+            let weight = |f: &FileInfo| 256 + 6 * (f.name.len() + f.link.as_ref().map_or(0, Vec::len));
+            let mut part = Vec::new();
+            let mut room = FILES_PART_BYTES;
+            for file in files {
+                if weight(&file) > room && !part.is_empty() {
+                    sender.json(Kind::Event, &Reply::Files(std::mem::take(&mut part)), &[]).await?;
+                    room = FILES_PART_BYTES;
+                }
+                room = room.saturating_sub(weight(&file));
+                part.push(file);
+            }
+            if !part.is_empty() {
+                sender.json(Kind::Event, &Reply::Files(part), &[]).await?;
             }
             sender.json(Kind::Event, &Reply::Done, &[]).await
         }
         Reply::Records(records, dropped) => {
-            for part in records.chunks(256) {
+            for part in records.chunks(64) {
                 sender.json(Kind::Event, &Reply::Records(part.to_vec(), dropped), &[]).await?;
             }
             sender.json(Kind::Event, &Reply::Done, &[]).await

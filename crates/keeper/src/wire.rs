@@ -198,6 +198,7 @@ pub enum Call {
         /// Which.
         exec: ExecId,
         /// Bytes.
+        #[serde(with = "trialrun_model::bytes")]
         bytes: Vec<u8>,
         /// Close it after them.
         end: bool,
@@ -245,6 +246,7 @@ pub struct ExecInfo {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FileInfo {
     /// Name, byte for byte.
+    #[serde(with = "trialrun_model::bytes")]
     pub name: Vec<u8>,
     /// `st_mode`.
     pub mode: u32,
@@ -257,6 +259,7 @@ pub struct FileInfo {
     /// Group.
     pub gid: u32,
     /// A link's target.
+    #[serde(with = "trialrun_model::bytes::option", default)]
     pub link: Option<Vec<u8>>,
 }
 
@@ -349,4 +352,23 @@ pub enum Reply {
     Done,
     /// Refused or failed.
     Error(CallError),
+}
+
+#[cfg(test)]
+mod tests {
+    use trialrun_model::{Command, ExecSpec};
+
+    #[test]
+    fn every_byte_reads_back_and_text_stays_short() {
+        let all: Vec<u8> = (0..=255).collect();
+        let spec = ExecSpec {
+            cwd: Some(all.clone()),
+            env: vec![(all.clone(), vec![b'q'; 1000])],
+            ..ExecSpec::new(Command::Argv(vec![all, Vec::new()]))
+        };
+        let json = serde_json::to_string(&spec).unwrap();
+        assert_eq!(serde_json::from_str::<ExecSpec>(&json).unwrap(), spec);
+        assert!(json.contains(&"q".repeat(1000)));
+        assert!(serde_json::from_str::<Command>(r#"{"Argv":["\u0100"]}"#).is_err());
+    }
 }

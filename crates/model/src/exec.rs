@@ -10,7 +10,7 @@ use std::{fmt, time::Duration};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Command {
     /// A program and its arguments, byte for byte; the program is looked up in the PATH of the exec's environment.
-    Argv(Vec<Vec<u8>>),
+    Argv(#[serde(with = "crate::bytes::list")] Vec<Vec<u8>>),
     /// A line for the shell: `/bin/bash -c` where the image has bash, else `/bin/sh -c`.
     Shell(String),
 }
@@ -46,8 +46,10 @@ pub struct ExecSpec {
     /// What to run.
     pub command: Command,
     /// Working directory; the image's (or `/workspace`) when absent.
+    #[serde(with = "crate::bytes::option", default)]
     pub cwd: Option<Vec<u8>>,
     /// Environment on top of the machine's. Later entries win.
+    #[serde(with = "crate::bytes::pairs", default)]
     pub env: Vec<(Vec<u8>, Vec<u8>)>,
     /// User by name or number; the image's user when absent.
     pub user: Option<String>,

@@ -3,6 +3,7 @@
 //! Types here are neither wire nor disk types by themselves, though most can be serialised: the store, the keeper
 //! protocol and the dialects convert at their edges. See `docs/glossary.md` for the words.
 
+pub mod bytes;
 mod exec;
 mod id;
 mod limits;
