@@ -31,8 +31,6 @@ missing_packages() {
     done
     [ -e /usr/include/stdio.h ] || echo libc6-dev
     [ -s /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
-    # trialrun asks pip which registry it uses.
-    python3 -m pip --version >/dev/null 2>&1 || echo python3-pip
 }
 
 # Programs that trialrun's build and its machines need, with their packages.
@@ -43,11 +41,11 @@ git git
 mkfs.btrfs btrfs-progs
 mmdebstrap mmdebstrap
 newuidmap uidmap
-python3 python3
 END
 }
 
-# Programs that the tests need beside those.
+# Programs that the tests need beside those. Suites in machines are compared with the same suites in a virtual environment
+# of the distribution's own Python, hence its full path.
 test_programs() {
     cat <<'END'
 diff diffutils
@@ -55,6 +53,7 @@ ip iproute2
 make make
 ps procps
 sudo sudo
+/usr/bin/python3 python3
 END
 }
 
@@ -63,7 +62,11 @@ apt_install() {
     command -v apt-get >/dev/null || fail "missing: $*; install them (there is no apt-get here to do it with)"
     say "installing $*"
     as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq update
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq install --no-install-recommends "$@" >/dev/null
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq install --no-install-recommends --no-remove "$@" >/dev/null
+}
+
+apt_has() {
+    apt-cache show "$1" >/dev/null 2>&1
 }
 
 # Installs what of the list on stdin is missing, if anything is.
@@ -84,10 +87,12 @@ rust_is_new_enough() {
 need_rust() {
     local want
     want=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
-    export PATH="$PATH:${CARGO_HOME:-$HOME/.cargo}/bin"
+    export PATH="${CARGO_HOME:-$HOME/.cargo}/bin:$PATH"
     rust_is_new_enough "$want" && return
-    if ! command -v rustup >/dev/null && apt-cache show rustup >/dev/null 2>&1; then
-        apt_install rustup
+    if ! command -v rustup >/dev/null && command -v apt-get >/dev/null; then
+        # Without lists apt knows no package at all.
+        apt_has bash || as_root apt-get -qq update
+        apt_has rustup && apt_install rustup
     fi
     if command -v rustup >/dev/null; then
         say "installing the stable Rust with rustup"

@@ -15,6 +15,13 @@ const SETTLE: Duration = Duration::from_secs(10);
 
 /// What is there now, in words that are equal for equal things.
 pub fn look() -> BTreeSet<String> {
+    let mut found = present();
+    found.retain(|thing| !is_claim_in_use(thing));
+    found
+}
+
+/// What is there when a run begins, for [`since`]: also lineage numbers in use, which are no leftovers yet.
+pub fn present() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     found.extend(processes());
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -28,9 +35,10 @@ pub fn look() -> BTreeSet<String> {
             found.insert(format!("loop device {} of {}", name(&device), backing.trim()));
         }
     }
-    found.extend(entries("/run/trialrun/lineages").filter_map(|claim| stale_claim(&claim)));
+    found.extend(entries("/run/trialrun/lineages").filter_map(|claim| claimed(&claim)));
     found.extend(
-        entries("/tmp").chain(entries("/dev/shm"))
+        entries("/tmp")
+            .chain(entries("/dev/shm"))
             .filter(|path| name(path).starts_with("trialrun-"))
             .map(|path| format!("file {}", path.display())),
     );
@@ -95,10 +103,18 @@ fn cgroups(dir: &Path, depth: usize, found: &mut BTreeSet<String>) {
     }
 }
 
-/// A lineage number whose data directory is gone. One of a living data directory is in use.
-fn stale_claim(claim: &Path) -> Option<String> {
+/// What stands between a lineage number's file and the data directory that uses it.
+const CLAIMED_BY: &str = " of the data directory ";
+
+fn claimed(claim: &Path) -> Option<String> {
     let text = fs::read(claim).ok()?;
     let value: serde_json::Value = serde_json::from_slice(&text).ok()?;
-    let data_dir = value.get("data_dir")?.as_str()?.to_owned();
-    (!Path::new(&data_dir).exists()).then(|| format!("lineage {} of {data_dir}, which is gone", claim.display()))
+    let data_dir = value.get("data_dir")?.as_str()?;
+    Some(format!("lineage {}{CLAIMED_BY}{data_dir}", claim.display()))
+}
+
+/// A lineage number is left behind once its data directory is gone.
+fn is_claim_in_use(thing: &str) -> bool {
+    thing.starts_with("lineage ")
+        && thing.split_once(CLAIMED_BY).is_some_and(|(_, data_dir)| Path::new(data_dir).exists())
 }

@@ -27,7 +27,10 @@ struct Counts {
 /// # Errors
 /// When the run could not even be started.
 pub fn run(workspace: &Workspace, slow: bool, filters: &[String]) -> Result<bool> {
-    let before = leftovers::look();
+    let before = leftovers::present();
+    for thing in leftovers::look().iter().filter(|thing| !thing.starts_with("network namespace")) {
+        eprintln!("there before the run, not counted: {thing}");
+    }
     let skip_file = workspace.target.join(format!("xtask-skips-{}", std::process::id()));
     let _ = fs::remove_file(&skip_file);
     let built = build(workspace)?;
@@ -142,9 +145,6 @@ fn read_skips(file: &Path) -> BTreeMap<String, Vec<String>> {
 
 /// What the run left on the host. A failed test keeps its directory on purpose, and says where.
 fn leftovers(before: &BTreeSet<String>, failed: bool) -> Vec<String> {
-    for thing in before.iter().filter(|thing| !thing.starts_with("network namespace")) {
-        eprintln!("there before the run, not counted: {thing}");
-    }
     let mut left = leftovers::since(before);
     if failed {
         left.retain(|thing| !thing.starts_with("file /tmp/trialrun-test-"));

@@ -48,7 +48,7 @@ pub fn need_root() -> Result<(), Failure> {
     if rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    Err(Failure::usage("trialrun needs root for now: run it with sudo (sudo -E trialrun …)"))
+    Err(Failure::usage("root is needed for now: run it with sudo (sudo -E trialrun …)"))
 }
 
 /// A line that says what is being done, on a terminal; plain lines elsewhere.

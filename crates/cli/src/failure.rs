@@ -5,6 +5,8 @@ pub use trialrun_report::exit_codes;
 
 /// Exit code of a failure of ours.
 pub const OURS: u8 = exit_codes::COULD_NOT_RUN as u8;
+/// Exit code of a wrong call.
+pub const WRONG_CALL: u8 = exit_codes::USAGE as u8;
 
 /// Something that kept us from doing what was asked.
 #[derive(Debug)]
@@ -20,7 +22,7 @@ pub struct Failure {
 impl Failure {
     /// A mistake in the call.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self { code: exit_codes::USAGE as u8, message: message.into(), hint: None }
+        Self { code: WRONG_CALL, message: message.into(), hint: None }
     }
 
     /// A failure of ours or of the host.
@@ -68,8 +70,10 @@ pub fn chain(error: &dyn Error) -> String {
 
 impl From<trialrun_engine::CreateError> for Failure {
     fn from(error: trialrun_engine::CreateError) -> Self {
-        if let trialrun_engine::CreateError::Limits(limits) = &error {
-            return Self::usage(limits.to_string());
+        match error {
+            trialrun_engine::CreateError::Limits(limits) => return Self::usage(limits.to_string()),
+            trialrun_engine::CreateError::Image(image @ trialrun_image::ImageError::Unknown { .. }) => return image.into(),
+            _ => {}
         }
         Self::ours(format!("can't make the machine: {}", chain(&error))).hint("trialrun doctor says what this host can do")
     }
@@ -77,9 +81,12 @@ impl From<trialrun_engine::CreateError> for Failure {
 
 impl From<trialrun_engine::EngineError> for Failure {
     fn from(error: trialrun_engine::EngineError) -> Self {
+        use trialrun_engine::EngineError;
+        let failure = Self::ours(format!("can't {}", chain(&error)));
         match &error {
-            trialrun_engine::EngineError::NotFound(_) => Self::usage(error.to_string()),
-            _ => Self::ours(format!("can't {}", chain(&error))),
+            EngineError::NotFound(_) => Self::usage(error.to_string()),
+            EngineError::Directory { .. } => failure.hint("name another with --data-dir or --cache-dir"),
+            _ => failure,
         }
     }
 }
@@ -98,6 +105,9 @@ impl From<trialrun_engine::TransferError> for Failure {
 
 impl From<trialrun_image::ImageError> for Failure {
     fn from(error: trialrun_image::ImageError) -> Self {
-        Self::ours(chain(&error))
+        match error {
+            trialrun_image::ImageError::Unknown { .. } | trialrun_image::ImageError::Host => Self::usage(chain(&error)),
+            _ => Self::ours(chain(&error)),
+        }
     }
 }

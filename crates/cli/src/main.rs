@@ -1,5 +1,13 @@
 //! The program `trialrun`: thin faces over the engine.
 
+// In place of std's, which panic when the reader went away (`trialrun test | head`).
+macro_rules! print {
+    ($($word:tt)*) => { $crate::terminal::put(format_args!($($word)*)) };
+}
+macro_rules! println {
+    ($($word:tt)*) => { $crate::terminal::put(format_args!("{}\n", format_args!($($word)*))) };
+}
+
 mod args;
 mod attach;
 mod context;
@@ -25,7 +33,14 @@ fn main() -> ExitCode {
     if words.next().is_some_and(|arg| arg == KEEPER) {
         return keeper(&words.next().unwrap_or_default());
     }
-    let args = args::Args::parse();
+    let args = match args::Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            let _ = error.print();
+            // Clap's own 2 is also pytest's "interrupted".
+            return ExitCode::from(if error.use_stderr() { failure::WRONG_CALL } else { 0 });
+        }
+    };
     start_log(args.verbose);
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

@@ -67,6 +67,19 @@ struct Tee {
     dropped: u64,
 }
 
+impl Drop for Tee {
+    /// What comes next begins a line of its own, also after a suite that ended in the middle of one.
+    fn drop(&mut self) {
+        if self.tail.back().is_some_and(|last| *last != b'\n') {
+            match self.shown {
+                Shown::Stdout => println!(""),
+                Shown::Stderr => eprintln!(),
+                Shown::Nowhere => {}
+            }
+        }
+    }
+}
+
 /// Where the suite's output is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shown {
@@ -192,12 +205,22 @@ impl Suite<'_> {
     async fn run(&mut self, cut: Policy) -> Result<(), Stop> {
         self.upload().await?;
         if !self.test.no_install {
-            self.install().await?;
+            let installed = self.install().await;
+            self.cut_short("install", installed)?;
         }
         self.steps.say("cutting the network");
         let seen = self.newest_record().await?;
         self.sandbox.set_policy(cut).await.map_err(|e| ours("network")(e.message))?;
-        self.tests(seen).await
+        let tested = self.tests(seen).await;
+        self.cut_short("tests", tested)
+    }
+
+    /// Also a stage that stopped took its time.
+    fn cut_short(&mut self, name: &str, result: Result<(), Stop>) -> Result<(), Stop> {
+        if result.is_err() {
+            self.phase(name, None);
+        }
+        result
     }
 
     /// Ends a stage: its wall time, and the CPU time of `outcomes`.
@@ -256,6 +279,9 @@ impl Suite<'_> {
         let venv = self.sandbox.file(FileOp::Stat(trialrun_project::VENV_PYTHON.into())).await;
         let mut steps: Vec<InstallStep> = Vec::new();
         if venv.is_err() {
+            // Its parent is root's.
+            let mkdir = FileOp::Mkdir { path: trialrun_project::VENV.into(), mode: None, owner: None };
+            self.sandbox.file(mkdir).await.map_err(|e| ours("install")(e.message))?;
             steps.push(trialrun_project::create_venv());
         }
         steps.extend(plan.steps.iter().cloned());
@@ -396,6 +422,12 @@ impl Suite<'_> {
         let report = &mut self.report;
         report.exit_code = trialrun_report::run::exit_code(&verdict);
         report.meaning = meaning(&verdict, pytest);
+        if let (Verdict::Failed { status }, Evidence::Missing) = (&verdict, &evidence)
+            && status.code == Some(1)
+        {
+            // The interpreter's own 1: no pytest, or one that broke where it writes its report.
+            report.meaning = "pytest did not run to its end and left no report: nothing is known of the tests".to_owned();
+        }
         report.status = outcome.status.map(Status::from);
         report.tests = match read {
             Some(Some(Ok(suite))) => Some(suite.into()),

@@ -1,7 +1,7 @@
 //! The client's own terminal.
 
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetwinsize, tcsetattr};
-use std::io::{stdin, stdout};
+use std::io::{ErrorKind, Write, stdin, stdout};
 use trialrun_model::PtySize;
 
 /// Puts the terminal into raw mode until dropped.
@@ -23,6 +23,18 @@ impl Raw {
 impl Drop for Raw {
     fn drop(&mut self) {
         let _ = tcsetattr(stdin(), OptionalActions::Now, &self.before);
+    }
+}
+
+/// Writes to standard output. A reader that went away wants no more; any other failure ends the program, because a report
+/// that is not there must not look like one.
+pub fn put(text: std::fmt::Arguments<'_>) {
+    let mut out = stdout().lock();
+    if let Err(error) = out.write_fmt(text).and_then(|()| out.flush())
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        eprintln!("trialrun: can't write to standard output: {error}");
+        std::process::exit(crate::failure::OURS.into());
     }
 }
 

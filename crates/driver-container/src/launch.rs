@@ -30,14 +30,14 @@ const DEATH_PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub struct ContainerDriver {
     /// Opened ahead of the first launch.
-    pool: std::cell::RefCell<Option<Pool>>,
+    pool: std::sync::Mutex<Option<Pool>>,
 }
 
 impl ContainerDriver {
     /// A driver that has opened the pool of `data_dir` already, if there is one: work that needs no specification.
     #[must_use]
     pub fn ahead(data_dir: &std::path::Path) -> Self {
-        Self { pool: std::cell::RefCell::new(Pool::open_existing(data_dir)) }
+        Self { pool: std::sync::Mutex::new(Pool::open_existing(data_dir)) }
     }
 }
 
@@ -86,7 +86,7 @@ impl Driver for ContainerDriver {
             way_out: Some("mount it: mount -t cgroup2 none /sys/fs/cgroup/unified".to_owned()),
             cause,
         })?;
-        let ahead = self.pool.take();
+        let ahead = self.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         let pool = ahead.map_or_else(|| Pool::open(&spec.data_dir), Ok)?;
         fault::point("driver-pool").map_err(fail("open the pool"))?;
         let mut parts = Parts { pool, layer: None, cgroup: None };

@@ -161,6 +161,10 @@ impl Engine {
         })
         .map_err(CreateError::Update)?;
         undo.armed = false;
+        if self.is_warm() {
+            let engine = self.clone();
+            tokio::task::spawn_blocking(move || engine.replenish());
+        }
         let keeper = undo.keeper.take();
         let client = KeeperClient::new(dir);
         Ok(Sandbox::new(self.clone(), id, client, Some(control), keeper, isolation, timings))
@@ -200,13 +204,12 @@ impl Engine {
 
     /// Starts a keeper ahead of the next [`Self::create`], which then finds its program loaded, its cell made and the
     /// layers open. It belongs to no sandbox yet and ends with this process.
-    ///
-    /// # Errors
-    /// When the program can't be started.
-    pub fn prestart(&self) -> io::Result<()> {
-        let spare = Spare::start(&self.inner.config)?;
-        self.spares().push(spare);
-        Ok(())
+    pub(crate) fn replenish(&self) {
+        match Spare::start(&self.inner.config) {
+            Ok(spare) => self.spares().push(spare),
+            // The next create starts its own, and says what is wrong.
+            Err(error) => tracing::debug!(%error, "no spare keeper"),
+        }
     }
 }
 

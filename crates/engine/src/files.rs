@@ -375,12 +375,18 @@ fn stays_inside(link: &Path, target: &Path, root: &Path) -> bool {
     depth(target, start).is_some()
 }
 
+/// How deep below the folder a path leads; `None` when it leads out. A way down and up again is none that can be judged:
+/// what it goes through may be a link itself.
 fn depth(path: &Path, start: usize) -> Option<usize> {
-    let mut depth = start;
+    let (mut depth, mut down) = (start, false);
     for component in path.components() {
         match component {
+            Component::ParentDir if down => return None,
             Component::ParentDir => depth = depth.checked_sub(1)?,
-            Component::Normal(_) => depth += 1,
+            Component::Normal(_) => {
+                depth += 1;
+                down = true;
+            }
             _ => {}
         }
     }
@@ -547,6 +553,7 @@ mod tests {
             ("a", "/workspace/p/../x", false),
             ("a", "/etc/passwd", false),
             ("a", "missing/file", true),
+            ("a/b/c", "up/../../x", false),
         ] {
             assert_eq!(stays_inside(Path::new(link), Path::new(target), root), inside, "{link} -> {target}");
         }

@@ -26,7 +26,7 @@ pub use trialrun_keeper::client::{Following, KeeperClient, Output, Stdin};
 
 use std::{
     io,
-    os::unix::fs::DirBuilderExt,
+    os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
 };
@@ -82,7 +82,7 @@ impl Engine {
 
     fn open_with(config: Config, prestart: bool) -> Result<Self, EngineError> {
         for dir in [&config.data_dir, &config.cache_dir] {
-            make_dir(dir).map_err(|cause| EngineError::Directory { path: dir.clone(), cause })?;
+            own_dir(dir).map_err(|cause| EngineError::Directory { path: dir.clone(), cause })?;
         }
         let machines = config.data_dir.join("machines");
         make_dir(&machines).map_err(|cause| EngineError::Directory { path: machines, cause })?;
@@ -122,12 +122,35 @@ impl Engine {
         work(&store)
     }
 
-    /// Keeps what is costly to set up for the first machine of a process (the layers' mount) until the engine is
-    /// dropped. For servers and benchmarks; a one-shot client gains nothing.
+    /// Keeps what is costly to set up (the layers' mount, a loaded keeper) ready until the engine is dropped. For servers;
+    /// a one-shot client gains nothing.
     pub fn keep_warm(&self) {
         let warm = trialrun_keeper::warm_layers(&self.inner.config.data_dir);
         *self.inner.warm.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = warm;
+        self.replenish();
     }
+
+    fn is_warm(&self) -> bool {
+        self.inner.warm.lock().unwrap_or_else(std::sync::PoisonError::into_inner).is_some()
+    }
+}
+
+/// Makes a directory in which only its owner, who must be us, can put anything: programs and policies come from there.
+fn own_dir(dir: &Path) -> io::Result<()> {
+    let refuse = |why: String| Err(io::Error::other(why));
+    if let Ok(meta) = std::fs::metadata(dir) {
+        let (me, mode) = (rustix::process::geteuid().as_raw(), meta.mode() & 0o7777);
+        if !meta.is_dir() {
+            return refuse("it is not a directory".to_owned());
+        }
+        if meta.uid() != me {
+            return refuse(format!("it belongs to uid {} and this is uid {me}", meta.uid()));
+        }
+        if mode & 0o022 != 0 {
+            return refuse(format!("other users can write to it (mode {mode:o}); run: chmod 700 {}", dir.display()));
+        }
+    }
+    make_dir(dir)
 }
 
 fn make_dir(dir: &Path) -> io::Result<()> {

@@ -212,7 +212,8 @@ impl Sandbox {
         Ok(self.id.clone())
     }
 
-    /// Deletes it. When this returns, nothing of the machine is left.
+    /// Deletes it. When this returns, nothing of the machine is left; its keeper has nothing to do but give the layers'
+    /// file system back to the kernel, and exit.
     ///
     /// # Errors
     /// What could not be removed; recovery tries again later.
@@ -221,8 +222,7 @@ impl Sandbox {
         let result = self.client.call(&Call::Delete, &[]).await;
         self.control = None;
         if let Some(mut keeper) = self.keeper.take() {
-            // It has nothing left to do but exit.
-            let _ = keeper.wait();
+            tokio::task::spawn_blocking(move || keeper.wait());
         }
         match result {
             Ok(_) => {

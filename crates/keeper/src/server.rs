@@ -405,9 +405,8 @@ async fn finish(lines: &mut Lines) -> Result<Reply, CallError> {
         match lines.event().await? {
             EventKind::Stat(stat) => return Ok(Reply::Files(vec![file_info(stat)])),
             EventKind::Entries(entries) => files.extend(entries.entries.into_iter().map(file_info)),
-            EventKind::Done(done) if done.bytes == 0 && done.files == 0 && done.skipped_total == 0 && !files.is_empty() => {
-                return Ok(Reply::Files(files));
-            }
+            // Only listings and searches have entries; a search counts them as well.
+            EventKind::Done(_) if !files.is_empty() => return Ok(Reply::Files(files)),
             EventKind::Done(done) => {
                 return Ok(Reply::Moved {
                     bytes: done.bytes,

@@ -249,10 +249,13 @@ impl Screen {
             notes.push(format!("{flaky} flaky: different outcomes in one run, or passed only when tried again"));
         }
         if report.left_behind > 0 {
-            notes.push(format!("the suite left {} processes running; they were killed", report.left_behind));
+            notes.push(match report.left_behind {
+                1 => "the suite left a process running; it was killed".to_owned(),
+                n => format!("the suite left {n} processes running; they were killed"),
+            });
         }
         if report.disk_full {
-            notes.push("the machine's disk was full at some time: failures may come from that".to_owned());
+            notes.push("the machine's disk was full at some time (--disk): failures may come from that".to_owned());
         }
         notes.extend(report.tests.iter().flat_map(|t| t.notes.iter().cloned()));
         notes.extend(report.notes.iter().cloned());

@@ -58,8 +58,14 @@ pub fn clone3(
     cgroup: Option<BorrowedFd<'_>>,
     body: impl FnOnce() -> i32,
 ) -> io::Result<Child> {
-    if std::fs::read_dir("/proc/self/task")?.count() != 1 {
-        return Err(io::Error::new(io::ErrorKind::ResourceBusy, "clone3 with more than one thread"));
+    // A thread that was joined a moment ago may still be listed: joining waits for its memory, not for its end.
+    let mut looks = 0;
+    while std::fs::read_dir("/proc/self/task")?.count() != 1 {
+        looks += 1;
+        if looks > 2000 {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "clone3 with more than one thread"));
+        }
+        std::thread::sleep(std::time::Duration::from_micros(50));
     }
     let mut pidfd: RawFd = -1;
     // SAFETY: an all-zero clone_args is the valid "no options" value (clone3(2)).

@@ -5,6 +5,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::{
     io::{BufRead, BufReader, Read, Seek, Write},
+    os::unix::process::CommandExt,
     process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio},
     sync::mpsc,
     time::{Duration, Instant},
@@ -111,6 +112,8 @@ impl Helper {
             .arg(std::env::current_exe()?)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            // Ctrl-C in a terminal is for the bench, which still needs it to clean up.
+            .process_group(0)
             .spawn()
             .context("start the helper with unshare")?;
         let (to, from) = (child.stdin.take().context("its input")?, child.stdout.take().context("its output")?);

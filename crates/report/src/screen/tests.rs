@@ -75,7 +75,7 @@ coverage  87.5 % (700 of 800 lines)
 wrote     JUnit: out/junit.xml
           coverage: out/htmlcov
 note      the suite left 2 processes running; they were killed
-          the machine's disk was full at some time: failures may come from that
+          the machine's disk was full at some time (--disk): failures may come from that
 ";
     assert_eq!(got, want, "\n{got}");
 }
