@@ -23,3 +23,5 @@ def report(cents: int) -> None:
     """Tells a collector what was invoiced."""
     with socket.create_connection(COLLECTOR, timeout=10) as collector:
         collector.sendall(b"invoiced %d\n" % cents)
+        if collector.recv(3) != b"ok\n":
+            raise ConnectionError("the collector did not confirm")

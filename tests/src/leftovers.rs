@@ -118,7 +118,9 @@ impl Leftovers {
         // Opened before the loop devices are looked at: looking attaches one.
         if found.is_empty() && data.join("pool.btrfs").exists() {
             match Pool::open(data) {
-                Ok(pool) => found.extend(pool.names().unwrap_or_default().into_iter().map(|name| format!("layer {name}"))),
+                Ok(pool) => {
+                    found.extend(pool.names().unwrap_or_default().into_iter().map(|name| format!("layer {name}")))
+                }
                 Err(e) => found.push(format!("a pool that can't be opened: {e}: {}", e.cause)),
             }
         }

@@ -92,7 +92,10 @@ pub fn binary() -> &'static Path {
             let mut cargo = std::process::Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
             cargo.args(["build", "--release", "-p", "trialrun"]).current_dir(workspace());
             let status = cargo.status();
-            assert!(status.as_ref().is_ok_and(std::process::ExitStatus::success), "building the program failed: {status:?}");
+            assert!(
+                status.as_ref().is_ok_and(std::process::ExitStatus::success),
+                "building the program failed: {status:?}"
+            );
         }
         path
     })
@@ -106,7 +109,9 @@ fn is_stale(binary: &Path) -> bool {
             let (path, Ok(meta)) = (entry.path(), entry.metadata()) else { continue };
             if meta.is_dir() {
                 dirs.push(path);
-            } else if path.extension().is_some_and(|e| e == "rs" || e == "toml") && meta.modified().is_ok_and(|m| m > built) {
+            } else if path.extension().is_some_and(|e| e == "rs" || e == "toml")
+                && meta.modified().is_ok_and(|m| m > built)
+            {
                 return true;
             }
         }
@@ -317,6 +322,7 @@ pub async fn root_sh(sandbox: &Sandbox, line: &str) -> Result<Ran> {
 /// # Errors
 /// A lost machine.
 pub async fn py(sandbox: &Sandbox, user: Option<&str>, code: &str) -> Result<Ran> {
-    let spec = ExecSpec { user: user.map(str::to_owned), ..ExecSpec::new(Command::argv(["/usr/bin/python3", "-c", code])) };
+    let spec =
+        ExecSpec { user: user.map(str::to_owned), ..ExecSpec::new(Command::argv(["/usr/bin/python3", "-c", code])) };
     run(sandbox, spec).await
 }

@@ -50,7 +50,8 @@ impl Output {
 impl Program {
     pub(crate) fn new(program: &Path, data: &Path, cache: &Path) -> Self {
         let mut command = Command::new(program);
-        let ours = std::env::vars_os().map(|(name, _)| name).filter(|name| name.to_string_lossy().starts_with("TRIALRUN_"));
+        let ours =
+            std::env::vars_os().map(|(name, _)| name).filter(|name| name.to_string_lossy().starts_with("TRIALRUN_"));
         for name in ours {
             command.env_remove(name);
         }
@@ -178,7 +179,9 @@ impl Started {
                 None if self.begun.elapsed() > self.patience => {
                     let _ = self.child.kill();
                     let _ = self.child.wait();
-                    let text = |r: Option<Reader>| String::from_utf8_lossy(&r.and_then(|r| r.join().ok()).unwrap_or_default()).into_owned();
+                    let text = |r: Option<Reader>| {
+                        String::from_utf8_lossy(&r.and_then(|r| r.join().ok()).unwrap_or_default()).into_owned()
+                    };
                     let (out, err) = (text(self.out.take()), text(self.err.take()));
                     panic!("the program hangs after {:?}\n--- stdout\n{out}\n--- stderr\n{err}", self.patience);
                 }

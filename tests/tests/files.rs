@@ -75,8 +75,13 @@ fn harmless_links_make_the_round_trip_as_links() -> Result<()> {
     fs::create_dir_all(tree.join("node_modules/tool"))?;
     fs::write(tree.join("node_modules/tool/cli.js"), "x")?;
     let links = [
-        ("absolute", "/workspace/t/b"), ("node_modules/.bin/tool", "../tool/cli.js"), ("dangling", "nowhere"), ("loop1", "loop2"),
-        ("loop2", "loop1"), ("self", "self"), ("dot", "."),
+        ("absolute", "/workspace/t/b"),
+        ("node_modules/.bin/tool", "../tool/cli.js"),
+        ("dangling", "nowhere"),
+        ("loop1", "loop2"),
+        ("loop2", "loop1"),
+        ("self", "self"),
+        ("dot", "."),
     ];
     for (name, target) in links {
         symlink(target, tree.join(name))?;
@@ -104,7 +109,11 @@ fn what_is_uploaded_belongs_to_the_machines_user_with_the_mode_asked_for() -> Re
         let sandbox = create(&engine, host()).await?;
         let me = sh(&sandbox, "id -u; id -g").await?.out.replace('\n', " ");
         sandbox.write_file("/workspace/a/b/c.txt", b"x", Some(0o640)).await?;
-        let stat = sh(&sandbox, "stat -c '%u %g' a a/b a/b/c.txt | sort -u; stat -c %a a/b/c.txt; touch a/new a/b/new && echo writable").await?;
+        let stat = sh(
+            &sandbox,
+            "stat -c '%u %g' a a/b a/b/c.txt | sort -u; stat -c %a a/b/c.txt; touch a/new a/b/new && echo writable",
+        )
+        .await?;
         ensure!(stat.out == format!("{}\n640\nwritable\n", me.trim()), "{stat:?}");
         for mode in [0o755, 0o4755, 0o2755, 0o600, 0o777] {
             sandbox.write_file("/workspace/m", b"x", Some(mode)).await?;
@@ -119,7 +128,9 @@ fn what_is_uploaded_belongs_to_the_machines_user_with_the_mode_asked_for() -> Re
         fs::write(tree.join("d/private"), "x")?;
         fs::set_permissions(tree.join("d/private"), fs::Permissions::from_mode(0o600))?;
         sandbox.upload(&tree, "/workspace/tree", UploadRules::default()).await?;
-        let ran = sh(&sandbox, "tree/d/script && stat -c '%a %u' tree/d/private && touch tree/x tree/d/x && echo writable").await?;
+        let ran =
+            sh(&sandbox, "tree/d/script && stat -c '%a %u' tree/d/private && touch tree/x tree/d/x && echo writable")
+                .await?;
         let uid = me.split(' ').next().unwrap_or_default();
         ensure!(ran.out == format!("ran\n600 {uid}\nwritable\n"), "{ran:?}");
         Ok(sandbox.delete().await?)
@@ -196,7 +207,9 @@ fn a_sparse_file_takes_its_data_only() -> Result<()> {
     file.seek(SeekFrom::Start(5 << 30))?;
     file.write_all(&vec![7; 1 << 20])?;
     world.run(async |engine| {
-        let sandbox = create(&engine, SandboxSpec { limits: Limits { disk: ByteSize::gib(1), ..Limits::default() }, ..host() }).await?;
+        let sandbox =
+            create(&engine, SandboxSpec { limits: Limits { disk: ByteSize::gib(1), ..Limits::default() }, ..host() })
+                .await?;
         sandbox.upload(&tree, "/workspace/t", UploadRules::default()).await?;
         let stat = sh(&sandbox, "stat -c %s t/f; du -m t/f | cut -f1").await?;
         let lines: Vec<u64> = stat.out.lines().filter_map(|l| l.parse().ok()).collect();
@@ -253,7 +266,9 @@ print(n)
         // A running program can be replaced.
         let ran = sh(&sandbox, "cp /bin/sleep prog && (./prog 100 & echo $!)").await?;
         ensure!(ran.ok(), "{ran:?}");
-        let mut running = sandbox.exec(trialrun_model::ExecSpec::new(trialrun_model::Command::Shell("exec ./prog 100".to_owned()))).await?;
+        let mut running = sandbox
+            .exec(trialrun_model::ExecSpec::new(trialrun_model::Command::Shell("exec ./prog 100".to_owned())))
+            .await?;
         trialrun_tests::wait_for("the program runs", Duration::from_secs(10), || async {
             let ran = sh(&sandbox, "pgrep -x prog").await.map_err(|e| e.to_string())?;
             if ran.ok() { Ok(()) } else { Err("not yet".to_owned()) }
@@ -307,8 +322,24 @@ fn odd_names_travel_byte_for_byte() -> Result<()> {
     let tree = world.scratch().join("tree");
     fs::create_dir_all(&tree)?;
     let mut names: Vec<Vec<u8>> = [
-        &b"caf\xc3\xa9"[..], b"cafe\xcc\x81", b"\xff\xfe", b"new\nline", b"-rf", b".wh.x", b"con", b"dot.", b"space ", b" lead", b"tab\t", b"quote'\"`$x",
-        b"back\\slash", b"\x01\x7f", b"*?[a]", b"a:b", b"...", b"~",
+        &b"caf\xc3\xa9"[..],
+        b"cafe\xcc\x81",
+        b"\xff\xfe",
+        b"new\nline",
+        b"-rf",
+        b".wh.x",
+        b"con",
+        b"dot.",
+        b"space ",
+        b" lead",
+        b"tab\t",
+        b"quote'\"`$x",
+        b"back\\slash",
+        b"\x01\x7f",
+        b"*?[a]",
+        b"a:b",
+        b"...",
+        b"~",
     ]
     .iter()
     .map(|n| n.to_vec())
@@ -342,7 +373,11 @@ fn odd_names_travel_byte_for_byte() -> Result<()> {
         let back = world.scratch().join("back");
         let moved = fetch(&sandbox, "/workspace/t", &back).await?;
         ensure!(moved.skipped_total == 0, "{moved:?}");
-        let mut home: Vec<Vec<u8>> = fs::read_dir(&back)?.flatten().map(|e| e.file_name().as_bytes().to_vec()).filter(|n| !n.starts_with(b"ddd")).collect();
+        let mut home: Vec<Vec<u8>> = fs::read_dir(&back)?
+            .flatten()
+            .map(|e| e.file_name().as_bytes().to_vec())
+            .filter(|n| !n.starts_with(b"ddd"))
+            .collect();
         home.sort();
         let mut want = names.clone();
         want.sort();
@@ -369,7 +404,11 @@ fn files_can_be_listed_moved_and_removed() -> Result<()> {
         names.sort();
         ensure!(names == ["e", "g"], "{names:?}");
         ensure!(sandbox.file(FileOp::List(b("/workspace/d/e"))).await?.is_empty());
-        let remove = |path: &str, recursive, missing_ok| FileOp::Remove { path: path.as_bytes().to_vec(), recursive, missing_ok };
+        let remove = |path: &str, recursive, missing_ok| FileOp::Remove {
+            path: path.as_bytes().to_vec(),
+            recursive,
+            missing_ok,
+        };
         ensure!(sandbox.file(remove("/workspace/d", false, false)).await.is_err());
         sandbox.file(remove("/workspace/d", true, false)).await?;
         ensure!(sandbox.file(remove("/workspace/d", true, false)).await.is_err());

@@ -36,7 +36,8 @@ impl Witness {
                     let mut buffer = [0; 1024];
                     while let Ok(n @ 1..) = stream.read(&mut buffer) {
                         keep.lock().expect("no panic before").extend_from_slice(&buffer[..n]);
-                        let _ = std::io::Write::write_all(&mut stream, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok");
+                        let _ =
+                            std::io::Write::write_all(&mut stream, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok");
                     }
                 });
             }
@@ -46,7 +47,8 @@ impl Witness {
 
     fn text(&self) -> String {
         let mut buffer = [0; 2048];
-        let datagram = self.udp.recv_from(&mut buffer).map_or_else(|_| String::new(), |(n, _)| format!("datagram of {n} bytes;"));
+        let datagram =
+            self.udp.recv_from(&mut buffer).map_or_else(|_| String::new(), |(n, _)| format!("datagram of {n} bytes;"));
         String::from_utf8_lossy(&self.seen.lock().expect("no panic before")).into_owned() + &datagram
     }
 }
@@ -254,7 +256,9 @@ fn registries_open_the_package_index_and_no_other_host() -> Result<()> {
     let Some(world) = World::with_python() else { return Ok(()) };
     let outer = outer_address().map(|ip| Witness::on(&ip.to_string())).transpose()?;
     let target = outer.as_ref().map_or_else(|| "203.0.113.5:80".to_owned(), |w| w.address.to_string());
-    let script = format!("python3 -m venv v && v/bin/pip download --no-deps -d out iniconfig==2.3.1 && ls out; curl -sS -m 20 http://{target}/ ; curl -sS -m 20 https://denied.test/; echo end");
+    let script = format!(
+        "python3 -m venv v && v/bin/pip download --no-deps -d out iniconfig==2.3.1 && ls out; curl -sS -m 20 http://{target}/ ; curl -sS -m 20 https://denied.test/; echo end"
+    );
     let ran = world.program(["run", "--network", "registries", "--", "sh", "-c", &script]).run();
     assert!(ran.code == Some(0) && ran.out.contains("iniconfig-2.3.1"), "{ran}");
     assert!(ran.out.trim_end().ends_with("end") && ran.err.contains("denied.test"), "{ran}");

@@ -25,7 +25,11 @@ fn kill(pid: u32) {
 fn settle(world: &World) {
     let gone = wait_until("the machines' processes are gone", Duration::from_secs(20), || {
         let (keepers, inside) = (keepers(world.data()), pids_inside(world.data()));
-        if keepers.is_empty() && inside.is_empty() { Ok(()) } else { Err(format!("keepers {keepers:?}, inside {inside:?}")) }
+        if keepers.is_empty() && inside.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("keepers {keepers:?}, inside {inside:?}"))
+        }
     });
     gone.unwrap();
     world.collect();
@@ -43,7 +47,8 @@ fn nothing_left(world: &World, before: &BTreeSet<String>) {
 fn a_step_that_fails_is_undone_at_once() {
     let Some(world) = World::new() else { return };
     for step in CREATE_STEPS {
-        let run = world.program(["run", "--image", "host", "--", "true"]).env("TRIALRUN_FAULT", format!("{step}:fail")).run();
+        let run =
+            world.program(["run", "--image", "host", "--", "true"]).env("TRIALRUN_FAULT", format!("{step}:fail")).run();
         assert_eq!(run.code, Some(121), "{step}: {run}");
         assert!(run.err.contains("fault was injected"), "{step}: {run}");
         // Without any next start.
@@ -59,7 +64,8 @@ fn a_step_that_fails_is_undone_at_once() {
 fn a_process_that_is_killed_at_a_step_leaves_nothing_after_the_next_start() {
     let Some(world) = World::new() else { return };
     for step in CREATE_STEPS {
-        let run = world.program(["run", "--image", "host", "--", "true"]).env("TRIALRUN_FAULT", format!("{step}:kill")).run();
+        let run =
+            world.program(["run", "--image", "host", "--", "true"]).env("TRIALRUN_FAULT", format!("{step}:kill")).run();
         assert_ne!(run.code, Some(0), "{step}: {run}");
         settle(&world);
         let left = world.leftovers();
@@ -107,7 +113,8 @@ fn the_machine_dies_with_its_keeper() -> Result<()> {
     let Some(world) = World::new() else { return Ok(()) };
     world.run(async |engine| {
         let sandbox = create(&engine, host()).await?;
-        sh(&sandbox, "setsid sleep 1000 </dev/null >/dev/null 2>&1 & setsid -f sh -c 'trap \"\" TERM HUP; sleep 1000'").await?;
+        sh(&sandbox, "setsid sleep 1000 </dev/null >/dev/null 2>&1 & setsid -f sh -c 'trap \"\" TERM HUP; sleep 1000'")
+            .await?;
         let spawned = sandbox.client().spawn(trialrun_model::ExecSpec {
             kind: trialrun_model::ExecKind::Spawn,
             ..trialrun_model::ExecSpec::new(trialrun_model::Command::Shell("sleep 1000".to_owned()))
@@ -146,7 +153,8 @@ fn collecting_touches_nothing_that_lives_and_nothing_without_our_marks() {
     let id = run.err.split_whitespace().find(|w| w.starts_with("sb-")).expect("the id is said").to_owned();
     let Ok(hierarchy) = Hierarchy::detect() else { return };
     // A group that looks like ours but carries another data directory's mark.
-    let foreign = hierarchy.group_dirs("00000000").into_iter().next().expect("a group directory").join("sb-000000000000");
+    let foreign =
+        hierarchy.group_dirs("00000000").into_iter().next().expect("a group directory").join("sb-000000000000");
     std::fs::create_dir_all(&foreign).expect("make a foreign group");
     world.collect();
     let alive = world.program(["attach", &id, "--", "echo", "alive"]).run();
@@ -164,8 +172,9 @@ fn remove_groups(dir: &Path) {
 #[test]
 fn clients_at_once_share_store_and_caches() {
     let Some(world) = World::new() else { return };
-    let clients: Vec<_> =
-        (0..8).map(|n| world.program(["run", "--image", "host", "--", "sh", "-c", &format!("echo {n}; exit {n}")]).start()).collect();
+    let clients: Vec<_> = (0..8)
+        .map(|n| world.program(["run", "--image", "host", "--", "sh", "-c", &format!("echo {n}; exit {n}")]).start())
+        .collect();
     for (n, client) in clients.into_iter().enumerate() {
         let run = client.finish();
         assert_eq!((run.code, run.out.trim()), (Some(n as i32), n.to_string().as_str()), "{run}");
@@ -194,7 +203,10 @@ fn a_client_that_is_interrupted_cleans_up() {
 fn a_row_that_says_more_than_there_is_is_put_right() {
     let Some(world) = World::new() else { return };
     let client = world.program(["run", "--image", "host", "--", "sleep", "1000"]).start();
-    wait_until("it runs", Duration::from_secs(20), || if keepers(world.data()).is_empty() { Err("no keeper".to_owned()) } else { Ok(()) }).unwrap();
+    wait_until("it runs", Duration::from_secs(20), || {
+        if keepers(world.data()).is_empty() { Err("no keeper".to_owned()) } else { Ok(()) }
+    })
+    .unwrap();
     client.signal(Signal::KILL);
     let _ = client.finish();
     settle(&world);

@@ -20,7 +20,11 @@ pub async fn attach(dirs: &Dirs, attach: Attach) -> Result<u8, Failure> {
     let mut interrupts = Interrupts::listen()?;
     let interactive = terminal::interactive();
     let input = interactive || terminal::stdin_has_content();
-    let command = if attach.command.is_empty() { Command::Shell("exec bash -i || exec sh -i".to_owned()) } else { argv(attach.command) };
+    let command = if attach.command.is_empty() {
+        Command::Shell("exec bash -i || exec sh -i".to_owned())
+    } else {
+        argv(attach.command)
+    };
     let spec = ExecSpec {
         stdin: input,
         pty: interactive.then(terminal::size),

@@ -72,10 +72,13 @@ impl From<trialrun_engine::CreateError> for Failure {
     fn from(error: trialrun_engine::CreateError) -> Self {
         match error {
             trialrun_engine::CreateError::Limits(limits) => return Self::usage(limits.to_string()),
-            trialrun_engine::CreateError::Image(image @ trialrun_image::ImageError::Unknown { .. }) => return image.into(),
+            trialrun_engine::CreateError::Image(image @ trialrun_image::ImageError::Unknown { .. }) => {
+                return image.into();
+            }
             _ => {}
         }
-        Self::ours(format!("can't make the machine: {}", chain(&error))).hint("trialrun doctor says what this host can do")
+        Self::ours(format!("can't make the machine: {}", chain(&error)))
+            .hint("trialrun doctor says what this host can do")
     }
 }
 

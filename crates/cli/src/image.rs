@@ -17,7 +17,8 @@ pub async fn image(dirs: &Dirs, image: Image) -> Result<u8, Failure> {
         ImageCommand::Ls => {
             let images = engine.images().ls()?;
             if image.json {
-                let rows: Vec<_> = images.iter().map(|(r, names)| serde_json::json!({ "image": r, "names": names })).collect();
+                let rows: Vec<_> =
+                    images.iter().map(|(r, names)| serde_json::json!({ "image": r, "names": names })).collect();
                 println!("{}", serde_json::json!({ "schema": 1, "images": rows }));
             } else {
                 for (record, names) in &images {

@@ -60,11 +60,7 @@ fn main() -> ExitCode {
 }
 
 fn keeper(data_dir: &std::ffi::OsStr) -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::WARN)
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .init();
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).with_ansi(false).init();
     match trialrun_keeper::main(data_dir.as_ref()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {

@@ -41,7 +41,11 @@ pub async fn ps(dirs: &Dirs, options: &Json) -> Result<u8, Failure> {
 /// An unknown id.
 pub async fn rm(dirs: &Dirs, options: &Rm) -> Result<u8, Failure> {
     let engine = context::engine(dirs)?;
-    let ids = if options.all { engine.list()?.into_iter().map(|r| r.id.to_string()).collect() } else { options.sandboxes.clone() };
+    let ids = if options.all {
+        engine.list()?.into_iter().map(|r| r.id.to_string()).collect()
+    } else {
+        options.sandboxes.clone()
+    };
     let mut deleted = Vec::new();
     for id in &ids {
         let sandbox = engine.find(id)?;

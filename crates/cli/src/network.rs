@@ -21,7 +21,13 @@ pub struct Network {
 ///
 /// # Errors
 /// An unknown preset or an entry that can't be read.
-pub async fn network(engine: &Engine, image: &ImageRef, preset: &str, allow: &[String], steps: &Steps) -> Result<Network, Failure> {
+pub async fn network(
+    engine: &Engine,
+    image: &ImageRef,
+    preset: &str,
+    allow: &[String],
+    steps: &Steps,
+) -> Result<Network, Failure> {
     let (mut policy, env) = match preset {
         "off" => (Policy::off(), Vec::new()),
         "web" => (Policy::web(), Vec::new()),

@@ -60,7 +60,8 @@ pub async fn run(dirs: &Dirs, run: Run) -> Result<u8, Failure> {
     let mut interrupts = Interrupts::listen()?;
     let uploads = run.upload.iter().map(|text| split_upload(text)).collect::<Result<Vec<_>, _>>()?;
     interrupts.guard(context::ensure_image(&engine, &run.machine.image, &steps)).await??;
-    let network = interrupts.guard(network(&engine, &run.machine.image, &run.network, &run.machine.allow, &steps)).await??;
+    let network =
+        interrupts.guard(network(&engine, &run.machine.image, &run.network, &run.machine.allow, &steps)).await??;
     let spec = spec(&run.machine, network.env)?;
     let options = CreateOptions { spec, policy: network.policy, attached: true, lease: None };
     let sandbox = interrupts.guard(engine.create(options)).await??;
@@ -166,12 +167,18 @@ pub fn exit_code(outcome: &ExecOutcome) -> u8 {
 fn explain(outcome: &ExecOutcome) {
     let words = match &outcome.ended {
         How::Exited | How::Killed => None,
-        How::TimedOut => Some(format!("timed out after {:.1} s; the whole process tree was killed", outcome.wall.as_secs_f64())),
-        How::OutOfMemory => Some("the machine's memory limit was reached and the kernel killed in it (--memory)".to_owned()),
+        How::TimedOut => {
+            Some(format!("timed out after {:.1} s; the whole process tree was killed", outcome.wall.as_secs_f64()))
+        }
+        How::OutOfMemory => {
+            Some("the machine's memory limit was reached and the kernel killed in it (--memory)".to_owned())
+        }
         How::MachineLost => Some("the machine ended under the command; this is a failure of ours".to_owned()),
         How::Refused(refusal) => Some(refusal.message.clone()),
     };
-    for line in words.into_iter().chain(outcome.disk_full.then(|| "the machine's writable layer is full (--disk)".to_owned())) {
+    for line in
+        words.into_iter().chain(outcome.disk_full.then(|| "the machine's writable layer is full (--disk)".to_owned()))
+    {
         eprintln!("trialrun: {}", trialrun_report::terminal::safe(&line));
     }
 }

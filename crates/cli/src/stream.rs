@@ -29,7 +29,11 @@ impl Interrupts {
     /// When the runtime can't.
     pub fn listen() -> Result<Self, Failure> {
         let on = |kind| signal(kind).map_err(|e| Failure::ours(format!("can't listen for signals: {e}")));
-        Ok(Self { int: on(SignalKind::interrupt())?, term: on(SignalKind::terminate())?, hup: on(SignalKind::hangup())? })
+        Ok(Self {
+            int: on(SignalKind::interrupt())?,
+            term: on(SignalKind::terminate())?,
+            hup: on(SignalKind::hangup())?,
+        })
     }
 
     /// The next one's number. Cancel-safe.

@@ -27,8 +27,7 @@ use trialrun_model::{Command, ExecOutcome, ExecSpec, SandboxSpec};
 use trialrun_policy::Policy;
 use trialrun_project::{Added, CoverageOptions, InspectOptions, InstallStep, Project, TestOptions};
 use trialrun_report::{
-    coverage,
-    junit, pytest_summary,
+    coverage, junit, pytest_summary,
     run::{AddedPackage, Artifact, Evidence, Phase, RunReport, Status, Tests, Verdict, group_refused, judge, meaning},
     screen,
 };
@@ -153,7 +152,8 @@ pub async fn test(dirs: &Dirs, test: Test) -> Result<u8, Failure> {
     let mut interrupts = Interrupts::listen()?;
     interrupts.guard(context::ensure_image(&engine, &test.machine.image, &steps)).await??;
     let image = &test.machine.image;
-    let install = interrupts.guard(network(&engine, image, &test.install_network, &test.machine.allow, &steps)).await??;
+    let install =
+        interrupts.guard(network(&engine, image, &test.install_network, &test.machine.allow, &steps)).await??;
     let cut = interrupts.guard(network(&engine, image, &test.network, &test.machine.allow, &steps)).await??;
     let begun = Instant::now();
     steps.say("starting the machine");
@@ -188,11 +188,17 @@ fn own_command(test: &Test) -> Option<&[std::ffi::OsString]> {
     (!first.as_bytes().starts_with(b"-")).then_some(&test.command[..])
 }
 
-async fn create(engine: &Engine, test: &Test, policy: Policy, mut env: Vec<(String, String)>) -> Result<Sandbox, Failure> {
+async fn create(
+    engine: &Engine,
+    test: &Test,
+    policy: Policy,
+    mut env: Vec<(String, String)>,
+) -> Result<Sandbox, Failure> {
     let limits = test.machine.limits();
     limits.check().map_err(|e| Failure::usage(format!("--{e}")))?;
     let bin = format!("{}/bin", trialrun_project::VENV);
-    let path = trialrun_model::default_env().into_iter().find(|(name, _)| name == "PATH").map_or_else(String::new, |(_, v)| v);
+    let path =
+        trialrun_model::default_env().into_iter().find(|(name, _)| name == "PATH").map_or_else(String::new, |(_, v)| v);
     env.push(("PATH".to_owned(), format!("{bin}:{path}")));
     env.push(("VIRTUAL_ENV".to_owned(), trialrun_project::VENV.to_owned()));
     env.extend(environment(&test.machine.env)?);
@@ -298,7 +304,8 @@ impl Suite<'_> {
             added.clear();
         }
         if let Some(step) = plan.tools_step(&added) {
-            let freeze = InstallStep { label: "what is installed".to_owned(), argv: plan.freeze.clone(), cwd_in_project: false };
+            let freeze =
+                InstallStep { label: "what is installed".to_owned(), argv: plan.freeze.clone(), cwd_in_project: false };
             cpu += self.install_step(&freeze).await?;
             cpu += self.install_step(&step).await?;
             let now = self.probe().await?;
@@ -320,7 +327,9 @@ impl Suite<'_> {
         }
         self.report.disk_full |= outcome.disk_full;
         let verdict = match &outcome.ended {
-            trialrun_model::Ended::MachineLost => Verdict::MachineLost { message: "the machine ended during the install".to_owned() },
+            trialrun_model::Ended::MachineLost => {
+                Verdict::MachineLost { message: "the machine ended during the install".to_owned() }
+            }
             trialrun_model::Ended::OutOfMemory => Verdict::OutOfMemory { status: outcome.status.map(Status::from) },
             _ => Verdict::InstallFailed { step: step.label.clone(), status: outcome.status.map(Status::from) },
         };
@@ -361,7 +370,8 @@ impl Suite<'_> {
             self.report.command = own.iter().map(|w| w.to_string_lossy().into_owned()).collect();
             return (crate::run::argv(own.to_vec()), false, false);
         }
-        let cov = CoverageOptions { html_dir: format!("{REPORTS}/htmlcov"), json_path: format!("{REPORTS}/coverage.json") };
+        let cov =
+            CoverageOptions { html_dir: format!("{REPORTS}/htmlcov"), json_path: format!("{REPORTS}/coverage.json") };
         let options = TestOptions {
             junit_path: format!("{REPORTS}/junit.xml"),
             cov: (!self.test.no_cov && !self.test.no_install).then_some(cov),
@@ -380,11 +390,7 @@ impl Suite<'_> {
         self.sandbox.file(mkdir).await.map_err(|e| ours("tests")(e.message))?;
         self.steps.say("running the tests");
         self.steps.clear();
-        let spec = ExecSpec {
-            cwd: Some(PROJECT.into()),
-            deadline: Some(self.test.timeout),
-            ..ExecSpec::new(command)
-        };
+        let spec = ExecSpec { cwd: Some(PROJECT.into()), deadline: Some(self.test.timeout), ..ExecSpec::new(command) };
         let shown = match (self.test.quiet, self.test.json) {
             (true, _) => Shown::Nowhere,
             (false, true) => Shown::Stderr,
@@ -426,7 +432,8 @@ impl Suite<'_> {
             && status.code == Some(1)
         {
             // The interpreter's own 1: no pytest, or one that broke where it writes its report.
-            report.meaning = "pytest did not run to its end and left no report: nothing is known of the tests".to_owned();
+            report.meaning =
+                "pytest did not run to its end and left no report: nothing is known of the tests".to_owned();
         }
         report.status = outcome.status.map(Status::from);
         report.tests = match read {
@@ -436,8 +443,17 @@ impl Suite<'_> {
         };
         report.left_behind = outcome.left_behind;
         report.disk_full |= outcome.disk_full;
-        if matches!(verdict, Verdict::TimedOut { .. } | Verdict::NotStarted { .. } | Verdict::Unproven { .. }) || report.tests.is_none() {
-            report.output_tail = (!output.is_empty() && !verdict.green().eq(&trialrun_report::explain::Green::Yes)).then_some(output);
+        // A disk that was full and is not any more leaves only the test's word.
+        let says =
+            |text: &str| ["Disk quota exceeded", "No space left on device"].iter().any(|words| text.contains(words));
+        if !report.disk_full && report.tests.iter().flat_map(|t| &t.failures).any(|f| says(&f.text)) {
+            report.notes.push("a failing test says that the disk was full (--disk)".to_owned());
+        }
+        if matches!(verdict, Verdict::TimedOut { .. } | Verdict::NotStarted { .. } | Verdict::Unproven { .. })
+            || report.tests.is_none()
+        {
+            report.output_tail =
+                (!output.is_empty() && !verdict.green().eq(&trialrun_report::explain::Green::Yes)).then_some(output);
         }
         report.verdict = verdict;
         if tee.dropped > 0 {
@@ -457,8 +473,12 @@ impl Suite<'_> {
         };
         if let Some(path) = &self.test.junit {
             match write_home(path, &bytes) {
-                Ok(()) => self.report.artifacts.push(Artifact { kind: "JUnit".to_owned(), path: path.display().to_string() }),
-                Err(e) => self.report.notes.push(format!("the JUnit report could not be written to {}: {e}", path.display())),
+                Ok(()) => {
+                    self.report.artifacts.push(Artifact { kind: "JUnit".to_owned(), path: path.display().to_string() })
+                }
+                Err(e) => {
+                    self.report.notes.push(format!("the JUnit report could not be written to {}: {e}", path.display()))
+                }
             }
         }
         Some(junit::read(&bytes).map(|mut suite| {
@@ -513,7 +533,8 @@ impl Suite<'_> {
             };
             let inside = Path::new(&name).strip_prefix(PROJECT).unwrap_or(Path::new(&name)).to_owned();
             // The name is the machine's word: only plain components go into a path of the host.
-            let relative: PathBuf = inside.components().filter(|c| matches!(c, std::path::Component::Normal(_))).collect();
+            let relative: PathBuf =
+                inside.components().filter(|c| matches!(c, std::path::Component::Normal(_))).collect();
             let dest = self.test.artifacts_dir.join(&relative);
             if let Some(parent) = dest.parent() {
                 let _ = std::fs::create_dir_all(parent);
@@ -549,12 +570,16 @@ impl Suite<'_> {
             self.report.peak_memory_bytes = Some(usage.peak_memory.bytes());
             self.report.disk_full |= usage.disk_full;
             if usage.oom_kills > 0 && !matches!(self.report.verdict, Verdict::OutOfMemory { .. }) {
-                self.report.notes.push(format!("the kernel killed {} processes for memory (--memory)", usage.oom_kills));
+                self.report
+                    .notes
+                    .push(format!("the kernel killed {} processes for memory (--memory)", usage.oom_kills));
             }
         }
         if self.test.keep && !interrupted {
             let id = self.sandbox.keep(KEEP).await?;
-            self.report.notes.push(format!("the machine is kept for {} minutes: trialrun attach {id}", KEEP.as_secs() / 60));
+            self.report
+                .notes
+                .push(format!("the machine is kept for {} minutes: trialrun attach {id}", KEEP.as_secs() / 60));
         } else if let Err(e) = self.sandbox.delete().await {
             self.report.notes.push(format!("the machine did not go cleanly: {}", e.message));
         }
@@ -583,4 +608,3 @@ fn print(report: &RunReport, json: bool) {
     let width = rustix::termios::tcgetwinsize(std::io::stdout()).map_or(100, |s| usize::from(s.ws_col).max(40));
     print!("{}", screen::render(report, screen::ScreenOptions { color, width }));
 }
-

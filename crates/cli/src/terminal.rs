@@ -53,6 +53,8 @@ pub fn size() -> PtySize {
 pub fn stdin_has_content() -> bool {
     rustix::fs::fstat(stdin()).is_ok_and(|stat| {
         let kind = rustix::fs::FileType::from_raw_mode(stat.st_mode);
-        kind == rustix::fs::FileType::Fifo || kind == rustix::fs::FileType::RegularFile || kind == rustix::fs::FileType::Socket
+        kind == rustix::fs::FileType::Fifo
+            || kind == rustix::fs::FileType::RegularFile
+            || kind == rustix::fs::FileType::Socket
     })
 }

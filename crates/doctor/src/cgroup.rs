@@ -1,10 +1,7 @@
 //! Which cgroup hierarchies the host has, from `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 
 use serde::{Deserialize, Serialize};
-use std::{
-    collections::BTreeMap,
-    path::PathBuf,
-};
+use std::{collections::BTreeMap, path::PathBuf};
 
 /// How the controllers are laid out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,8 +30,20 @@ pub struct Cgroups {
 
 /// Controllers of v1 that say what is mounted where; other super options are no controllers.
 const V1_CONTROLLERS: [&str; 14] = [
-    "cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "net_cls", "net_prio", "perf_event", "hugetlb",
-    "rdma", "misc",
+    "cpu",
+    "cpuacct",
+    "cpuset",
+    "memory",
+    "devices",
+    "freezer",
+    "blkio",
+    "pids",
+    "net_cls",
+    "net_prio",
+    "perf_event",
+    "hugetlb",
+    "rdma",
+    "misc",
 ];
 
 impl Cgroups {
@@ -47,7 +56,9 @@ impl Cgroups {
             let Some((before, after)) = line.split_once(" - ") else { continue };
             let before: Vec<&str> = before.split(' ').collect();
             let after: Vec<&str> = after.split(' ').collect();
-            let (Some(point), Some(options), [kind, _, super_options]) = (before.get(4), before.get(5), after.as_slice()) else {
+            let (Some(point), Some(options), [kind, _, super_options]) =
+                (before.get(4), before.get(5), after.as_slice())
+            else {
                 continue;
             };
             let mounted = (PathBuf::from(unescape(point)), options.split(',').any(|o| o == "ro"));
@@ -106,7 +117,11 @@ garbage
         assert_eq!((v2.mode, v2.v2), (CgroupMode::V2, Some(("/sys/fs/cgroup".into(), false))));
         let hybrid = Cgroups::parse(HYBRID);
         assert_eq!((hybrid.mode, &hybrid.v2), (CgroupMode::Hybrid, &Some(("/sys/fs/cgroup/unified".into(), false))));
-        assert_eq!(hybrid.v1.keys().collect::<Vec<_>>(), ["cpu", "memory", "pids"], "a named hierarchy is no controller");
+        assert_eq!(
+            hybrid.v1.keys().collect::<Vec<_>>(),
+            ["cpu", "memory", "pids"],
+            "a named hierarchy is no controller"
+        );
         assert!(hybrid.v1["pids"].1);
         let v1 = Cgroups::parse(V1);
         assert_eq!((v1.mode, v1.v1.len()), (CgroupMode::V1, 3));

@@ -12,9 +12,21 @@ pub(crate) struct Host {
 /// Programs that something of ours runs: name, area, package, what goes without it, whether most users need it.
 const PROGRAMS: [(&str, &str, &str, &str, bool); 13] = [
     ("mmdebstrap", "images", "mmdebstrap", "the stock image \"python\" can't be built; --image host works", true),
-    ("git", "images", "git", "projects are copied by their files alone, without what git ignores and without a base to compare with", true),
+    (
+        "git",
+        "images",
+        "git",
+        "projects are copied by their files alone, without what git ignores and without a base to compare with",
+        true,
+    ),
     ("newuidmap", "images", "uidmap", "mmdebstrap can't make its user namespace, so no image can be built", true),
-    ("mkfs.btrfs", "storage", "btrfs-progs", "no btrfs image for writable layers: forks stack or copy layers, and disk limits are looser", true),
+    (
+        "mkfs.btrfs",
+        "storage",
+        "btrfs-progs",
+        "no btrfs image for writable layers: forks stack or copy layers, and disk limits are looser",
+        true,
+    ),
     ("nft", "network", "nftables", "rules of a cell can't be looked at; trialrun itself does not need it", false),
     ("qemu-system-x86_64", "microvm", "qemu-system-x86", "no microVM machines; containers work", false),
     ("criu", "isolation", "criu", "no memory forks of containers; microVM snapshots don't need it", false),
@@ -59,7 +71,9 @@ impl Host {
         .collect();
         let upgrade = "a newer kernel; on Debian 12: apt-get install -t bookworm-backports linux-image-amd64";
         match self.version() {
-            v if v < (5, 15) => Finding::missing("host", "kernel", release, "container machines need 5.15 or newer", upgrade),
+            v if v < (5, 15) => {
+                Finding::missing("host", "kernel", release, "container machines need 5.15 or newer", upgrade)
+            }
             _ if missing.is_empty() => Finding::good("host", "kernel", release),
             _ => {
                 let lacks = format!("without {}: the slower or looser way is taken", missing.join(", "));
@@ -87,7 +101,13 @@ impl Host {
             return Finding::good("isolation", "seccomp", format!("filters with {actions}; looked up, not tried"));
         }
         let found = if actions.is_empty() { "the kernel has no seccomp filters" } else { &actions };
-        Finding::missing("isolation", "seccomp", found, "no machine is started without its system call filter", "a kernel with CONFIG_SECCOMP_FILTER")
+        Finding::missing(
+            "isolation",
+            "seccomp",
+            found,
+            "no machine is started without its system call filter",
+            "a kernel with CONFIG_SECCOMP_FILTER",
+        )
     }
 
     pub fn cgroups(&self) -> Vec<Finding> {
@@ -107,20 +127,31 @@ impl Host {
         let remount = "mount the hierarchy read-write, or run trialrun where it is (in a container: --privileged, --cgroupns=host)";
         match cgroups.mode {
             CgroupMode::None => Finding::missing(
-                "limits", name, "no cgroup hierarchy is mounted", "no limits, and no sure end of a machine's processes",
+                "limits",
+                name,
+                "no cgroup hierarchy is mounted",
+                "no limits, and no sure end of a machine's processes",
                 "mount -t cgroup2 cgroup2 /sys/fs/cgroup",
             ),
             CgroupMode::V1 => Finding::degraded(
-                "limits", name, format!("v1 only: {}", keys(cgroups)),
+                "limits",
+                name,
+                format!("v1 only: {}", keys(cgroups)),
                 "ending a process tree takes 23 ms instead of 13, and pressure is not measured",
                 "boot with systemd.unified_cgroup_hierarchy=1, or mount v2 beside: mount -t cgroup2 cgroup2 /sys/fs/cgroup/unified",
             ),
-            CgroupMode::V2 | CgroupMode::Hybrid if !writable(&cgroups.v2) => {
-                Finding::missing("limits", name, format!("{v2}, not writable"), "machines can't have cgroups of their own", remount)
-            }
+            CgroupMode::V2 | CgroupMode::Hybrid if !writable(&cgroups.v2) => Finding::missing(
+                "limits",
+                name,
+                format!("{v2}, not writable"),
+                "machines can't have cgroups of their own",
+                remount,
+            ),
             CgroupMode::V2 => Finding::good("limits", name, format!("{v2}, writable")),
             CgroupMode::Hybrid => Finding::good(
-                "limits", name, format!("hybrid: {v2}, writable, ends and measures machines; limits on v1: {}", keys(cgroups)),
+                "limits",
+                name,
+                format!("hybrid: {v2}, writable, ends and measures machines; limits on v1: {}", keys(cgroups)),
             ),
         }
     }
@@ -151,24 +182,44 @@ impl Host {
     }
 
     pub fn cpus(&self) -> Finding {
-        let count = self.read("proc/cpuinfo").unwrap_or_default().lines().filter(|l| l.starts_with("processor")).count();
+        let count =
+            self.read("proc/cpuinfo").unwrap_or_default().lines().filter(|l| l.starts_with("processor")).count();
         if count >= 2 {
             return Finding::good("host", "processors", count.to_string());
         }
-        Finding::degraded("host", "processors", count.to_string(), "machines and their keepers share one processor", "a host with more processors")
+        Finding::degraded(
+            "host",
+            "processors",
+            count.to_string(),
+            "machines and their keepers share one processor",
+            "a host with more processors",
+        )
     }
 
     pub fn memory(&self) -> Finding {
         let info = self.read("proc/meminfo").unwrap_or_default();
-        let kib = info.lines().find_map(|l| l.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        let kib =
+            info.lines().find_map(|l| l.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
         let Some(available) = kib.and_then(|k| k.checked_mul(1024)).map(ByteSize) else {
-            return Finding::degraded("space", "memory", "unknown", "free memory is not checked before a start", "mount /proc");
+            return Finding::degraded(
+                "space",
+                "memory",
+                "unknown",
+                "free memory is not checked before a start",
+                "mount /proc",
+            );
         };
         let found = format!("{available} available");
         if available >= ByteSize::gib(1) {
             Finding::good("space", "memory", found)
         } else {
-            Finding::degraded("space", "memory", found, "few machines fit, and the kernel may kill processes", "free memory, or lower --memory")
+            Finding::degraded(
+                "space",
+                "memory",
+                found,
+                "few machines fit, and the kernel may kill processes",
+                "free memory, or lower --memory",
+            )
         }
     }
 
@@ -179,11 +230,23 @@ impl Host {
     pub fn btrfs(&self) -> Finding {
         let consequence = "forks stack or copy layers instead of a snapshot in milliseconds";
         if !self.filesystem("btrfs") {
-            return Finding::degraded("storage", "btrfs", "not in /proc/filesystems (a module may not be loaded yet)", consequence, "modprobe btrfs, or a kernel that has it");
+            return Finding::degraded(
+                "storage",
+                "btrfs",
+                "not in /proc/filesystems (a module may not be loaded yet)",
+                consequence,
+                "modprobe btrfs, or a kernel that has it",
+            );
         }
         if self.version() < (6, 7) {
             let fix = "a kernel from 6.7 on";
-            return Finding::degraded("storage", "btrfs", "in the kernel, without simple quotas", "disk limits use the slower full quotas", fix);
+            return Finding::degraded(
+                "storage",
+                "btrfs",
+                "in the kernel, without simple quotas",
+                "disk limits use the slower full quotas",
+                fix,
+            );
         }
         Finding::good("storage", "btrfs", "in the kernel, simple quotas by its version; looked up, not tried")
     }
@@ -192,7 +255,13 @@ impl Host {
         if self.exists("dev/loop-control") {
             return Finding::good("storage", "loop devices", "/dev/loop-control is there");
         }
-        Finding::degraded("storage", "loop devices", "no /dev/loop-control", "no btrfs image: needs data on btrfs, or layers are stacked and copied", "modprobe loop")
+        Finding::degraded(
+            "storage",
+            "loop devices",
+            "no /dev/loop-control",
+            "no btrfs image: needs data on btrfs, or layers are stacked and copied",
+            "modprobe loop",
+        )
     }
 
     pub fn erofs(&self) -> Finding {
@@ -213,17 +282,28 @@ impl Host {
             return Finding::degraded(area, name, "no /dev/kvm", slow, fix);
         }
         let cpuinfo = self.read("proc/cpuinfo").unwrap_or_default();
-        let flags: Vec<&str> = cpuinfo.lines().find(|l| l.starts_with("flags")).unwrap_or_default().split(' ').collect();
+        let flags: Vec<&str> =
+            cpuinfo.lines().find(|l| l.starts_with("flags")).unwrap_or_default().split(' ').collect();
         let hardware = flags.contains(&"vmx") || flags.contains(&"svm");
         let nested = flags.contains(&"hypervisor");
         if self.exists("sys/module/kvm_pvm") && !hardware {
             return Finding::degraded(area, name, "/dev/kvm is there, by kvm_pvm: it emulates in software", slow, fix);
         }
         if !hardware {
-            return Finding::degraded(area, name, "/dev/kvm is there, but the processor shows neither vmx nor svm", slow, fix);
+            return Finding::degraded(
+                area,
+                name,
+                "/dev/kvm is there, but the processor shows neither vmx nor svm",
+                slow,
+                fix,
+            );
         }
         let how = if nested { "nested in another hypervisor" } else { "on this hardware" };
-        Finding::good(area, name, format!("/dev/kvm {how}; looked up, not probed: the first microVM measures its real speed"))
+        Finding::good(
+            area,
+            name,
+            format!("/dev/kvm {how}; looked up, not probed: the first microVM measures its real speed"),
+        )
     }
 
     pub fn programs(&self) -> Vec<Finding> {
@@ -232,7 +312,9 @@ impl Host {
 
     fn program(&self, &(name, area, package, consequence, needed): &(&str, &str, &str, &str, bool)) -> Finding {
         // With --image host, machines see the host's /usr and nothing of /root, /home or /opt.
-        let inside = |p: &PathBuf| area != "packages" || p.starts_with("/usr") || p.starts_with("/bin") || p.starts_with("/sbin");
+        let inside = |p: &PathBuf| {
+            area != "packages" || p.starts_with("/usr") || p.starts_with("/bin") || p.starts_with("/sbin")
+        };
         let found = match self.find(name, inside) {
             Some(path) => return Finding::good(area, name, path.display().to_string()),
             None => match self.find(name, |_| true) {
@@ -248,9 +330,11 @@ impl Host {
     fn find(&self, program: &str, wanted: impl Fn(&PathBuf) -> bool) -> Option<PathBuf> {
         let path = std::env::var("PATH").unwrap_or_default();
         let usual = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
-        path.split(':').chain(usual).filter(|d| d.starts_with('/')).map(|d| Path::new(d).join(program)).find(|p| {
-            wanted(p) && self.root.join(p.strip_prefix("/").unwrap_or(p)).is_file()
-        })
+        path.split(':')
+            .chain(usual)
+            .filter(|d| d.starts_with('/'))
+            .map(|d| Path::new(d).join(program))
+            .find(|p| wanted(p) && self.root.join(p.strip_prefix("/").unwrap_or(p)).is_file())
     }
 }
 
@@ -292,7 +376,11 @@ mod tests {
         type Case<'a> = (&'a [(&'a str, &'a str)], FindingState, &'a str);
         let cases: [Case<'_>; 4] = [
             (&[], FindingState::Degraded, "no /dev/kvm"),
-            (&[("dev/kvm", ""), ("proc/cpuinfo", "flags : fpu hypervisor"), ("sys/module/kvm_pvm/x", "")], FindingState::Degraded, "kvm_pvm"),
+            (
+                &[("dev/kvm", ""), ("proc/cpuinfo", "flags : fpu hypervisor"), ("sys/module/kvm_pvm/x", "")],
+                FindingState::Degraded,
+                "kvm_pvm",
+            ),
             (&[("dev/kvm", ""), ("proc/cpuinfo", "flags\t\t: fpu hypervisor")], FindingState::Degraded, "neither"),
             (&[("dev/kvm", ""), ("proc/cpuinfo", "flags\t\t: fpu svm de")], FindingState::Good, "not probed"),
         ];
@@ -312,7 +400,8 @@ mod tests {
         let findings = hybrid.cgroups();
         assert_eq!(findings[1].found, "memory on v1, pids on v1, cpu on v2");
         assert!(findings[0].found.starts_with("hybrid: v2 at /c/unified"), "{:?}", findings[0]);
-        let (_dir, bare) = host(&[("proc/self/mountinfo", "33 23 0:30 / /c rw - cgroup2 c rw\n"), ("c/cgroup.controllers", "pids")]);
+        let (_dir, bare) =
+            host(&[("proc/self/mountinfo", "33 23 0:30 / /c rw - cgroup2 c rw\n"), ("c/cgroup.controllers", "pids")]);
         assert_eq!(bare.cgroups()[1].found, "not available: memory, cpu");
         assert_eq!(bare.cgroups()[0].state, FindingState::Good);
         let (_dir, ro) = host(&[("proc/self/mountinfo", "33 23 0:30 / /c ro - cgroup2 c rw\n"), ("c/x", "")]);
@@ -335,7 +424,10 @@ mod tests {
         assert_eq!(host.seccomp().state, FindingState::Good);
         let programs = host.programs();
         let find = |name: &str| programs.iter().find(|f| f.name == name).unwrap();
-        assert_eq!((find("mkfs.btrfs").state, find("mkfs.btrfs").found.as_str()), (FindingState::Good, "/usr/sbin/mkfs.btrfs"));
+        assert_eq!(
+            (find("mkfs.btrfs").state, find("mkfs.btrfs").found.as_str()),
+            (FindingState::Good, "/usr/sbin/mkfs.btrfs")
+        );
         assert_eq!((find("criu").state, find("mmdebstrap").state), (FindingState::Degraded, FindingState::Missing));
         assert_eq!(find("newuidmap").fix, "apt-get install uidmap");
     }

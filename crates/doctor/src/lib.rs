@@ -58,7 +58,14 @@ impl Finding {
         Self::new(area, name, FindingState::Missing, found, consequence, fix)
     }
 
-    fn new(area: &str, name: &str, state: FindingState, found: impl Into<String>, consequence: &str, fix: &str) -> Self {
+    fn new(
+        area: &str,
+        name: &str,
+        state: FindingState,
+        found: impl Into<String>,
+        consequence: &str,
+        fix: &str,
+    ) -> Self {
         Self {
             area: area.into(),
             name: name.into(),

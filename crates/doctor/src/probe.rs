@@ -5,7 +5,8 @@ use landlock::{ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Rulese
 use rustix::{
     fs::CWD,
     mount::{
-        FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen, open_tree,
+        FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags, fsconfig_create, fsconfig_set_string, fsmount,
+        fsopen, open_tree,
     },
 };
 use std::{
@@ -23,13 +24,36 @@ pub(crate) fn namespaces(host: &Host) -> Finding {
     let (area, name, all) = ("isolation", "namespaces", present.join(", "));
     let consequence = "machines can't be isolated";
     if !absent.is_empty() && absent != ["time"] {
-        return Finding::missing(area, name, format!("the kernel lacks {}", absent.join(", ")), consequence, "a kernel with all namespaces");
+        return Finding::missing(
+            area,
+            name,
+            format!("the kernel lacks {}", absent.join(", ")),
+            consequence,
+            "a kernel with all namespaces",
+        );
     }
     if host.max_user_namespaces() == Some(0) {
-        return Finding::missing(area, name, "user namespaces are switched off", consequence, "sysctl user.max_user_namespaces=10000");
+        return Finding::missing(
+            area,
+            name,
+            "user namespaces are switched off",
+            consequence,
+            "sysctl user.max_user_namespaces=10000",
+        );
     }
     let tried = Command::new("unshare")
-        .args(["--user", "--pid", "--fork", "--mount", "--net", "--ipc", "--uts", "--cgroup", "--map-root-user", "true"])
+        .args([
+            "--user",
+            "--pid",
+            "--fork",
+            "--mount",
+            "--net",
+            "--ipc",
+            "--uts",
+            "--cgroup",
+            "--map-root-user",
+            "true",
+        ])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -63,7 +87,8 @@ pub(crate) fn landlock() -> Finding {
 
 /// Makes a rule set that needs `abi`, and drops it. Nothing is restricted by that.
 fn ruleset(abi: ABI) -> Result<(), RulesetError> {
-    let mut rules = Ruleset::default().set_compatibility(CompatLevel::HardRequirement).handle_access(AccessFs::from_all(abi))?;
+    let mut rules =
+        Ruleset::default().set_compatibility(CompatLevel::HardRequirement).handle_access(AccessFs::from_all(abi))?;
     if abi >= ABI::V4 {
         rules = rules.handle_access(AccessNet::from_all(abi))?;
     }
@@ -221,7 +246,13 @@ pub(crate) fn free_space(name: &str, dir: &Path) -> Finding {
     let near = existing(dir);
     let Ok(stat) = rustix::fs::statvfs(near) else {
         let fix = "name a readable directory";
-        return Finding::missing("space", name, format!("{} can't be looked at", near.display()), "it can't be used", fix);
+        return Finding::missing(
+            "space",
+            name,
+            format!("{} can't be looked at", near.display()),
+            "it can't be used",
+            fix,
+        );
     };
     let free = ByteSize(stat.f_bavail.saturating_mul(stat.f_frsize));
     let found = format!("{free} free at {}", near.display());

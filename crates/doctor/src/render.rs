@@ -51,7 +51,13 @@ mod tests {
     fn findings_are_grouped_and_counted() {
         let findings = [
             Finding::good("host", "root", "running as root; really"),
-            Finding::missing("images", "mmdebstrap", "not found", "no image can be built", "apt-get install mmdebstrap"),
+            Finding::missing(
+                "images",
+                "mmdebstrap",
+                "not found",
+                "no image can be built",
+                "apt-get install mmdebstrap",
+            ),
             Finding::degraded("host", "kernel", "5.15", "slower", "a newer one"),
         ];
         assert_eq!(

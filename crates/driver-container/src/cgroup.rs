@@ -254,7 +254,11 @@ impl MachineCgroup {
             Hierarchy::Hybrid { v1, .. } => !v1.iter().any(|(name, _)| name == **c),
             Hierarchy::V2 { .. } => false,
         };
-        V1_CONTROLLERS.iter().filter(absent).map(|c| format!("{c} limit: no such cgroup hierarchy is mounted")).collect()
+        V1_CONTROLLERS
+            .iter()
+            .filter(absent)
+            .map(|c| format!("{c} limit: no such cgroup hierarchy is mounted"))
+            .collect()
     }
 
     /// A descriptor of PID 1's leaf, for CLONE_INTO_CGROUP.
@@ -313,7 +317,8 @@ impl MachineCgroup {
     /// How often the kernel killed here for memory.
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
-        let path = self.v1_dir("memory").map_or_else(|| self.main.join("memory.events"), |d| d.join("memory.oom_control"));
+        let path =
+            self.v1_dir("memory").map_or_else(|| self.main.join("memory.events"), |d| d.join("memory.oom_control"));
         read_key(&path, "oom_kill").unwrap_or(0)
     }
 

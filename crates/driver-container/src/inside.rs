@@ -185,7 +185,22 @@ impl Inside<'_> {
             at("protect /proc", attach(tree.as_fd(), &place))?;
         }
         // Host facts and side channels that no test suite needs.
-        for name in ["kcore", "kmsg", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kpagecount", "kpageflags", "kpagecgroup", "config.gz", "vmallocinfo", "modules"] {
+        for name in [
+            "kcore",
+            "kmsg",
+            "keys",
+            "key-users",
+            "timer_list",
+            "sched_debug",
+            "latency_stats",
+            "kallsyms",
+            "kpagecount",
+            "kpageflags",
+            "kpagecgroup",
+            "config.gz",
+            "vmallocinfo",
+            "modules",
+        ] {
             let place = proc.join(name);
             if place.exists() {
                 let null = at("mask /proc", open_tree(CWD, "/dev/null", CLONE))?;
@@ -208,18 +223,26 @@ impl Inside<'_> {
         let nosuid_noexec = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let tmpfs = new_mount("tmpfs", &[("mode", "0755"), ("size", "1m"), ("uid", &id), ("gid", &id)], nosuid_noexec)?;
         attach(tmpfs.as_fd(), dev)?;
-        for (name, major, minor) in [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)] {
+        for (name, major, minor) in
+            [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)]
+        {
             let place = dev.join(name);
             mknodat(CWD, &place, FileType::CharacterDevice, Mode::from_raw_mode(0o666), makedev(major, minor))?;
             rustix::fs::chmod(&place, Mode::from_raw_mode(0o666))?;
         }
-        for (target, name) in [("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr"), ("pts/ptmx", "ptmx")] {
+        for (target, name) in
+            [("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr"), ("pts/ptmx", "ptmx")]
+        {
             symlink(target, dev.join(name))?;
         }
         std::fs::create_dir(dev.join("pts"))?;
         // Group 5 is `tty` in Debian's and most other systems' group file.
         let tty = (self.uid_base + 5).to_string();
-        let pts = new_mount("devpts", &[("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", &tty)], nosuid_noexec)?;
+        let pts = new_mount(
+            "devpts",
+            &[("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", &tty)],
+            nosuid_noexec,
+        )?;
         attach(pts.as_fd(), &dev.join("pts"))?;
         std::fs::create_dir(dev.join("shm"))?;
         let size = self.shm_bytes.to_string();
@@ -300,7 +323,8 @@ fn pivot(root: &Path) -> io::Result<()> {
 /// (landlock(7)). Installed without no_new_privs, which would break sudo; SYS_ADMIN in the user namespace permits that.
 fn landlock_mounts(program: BorrowedFd<'_>) -> io::Result<()> {
     use landlock::{
-        ABI, Access, AccessFs, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr, Scope,
+        ABI, Access, AccessFs, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
+        Scope,
     };
     let abi = ABI::V6;
     let restrict = || -> Result<(), Box<dyn std::error::Error>> {

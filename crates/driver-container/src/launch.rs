@@ -144,7 +144,9 @@ fn describe(parts: &Parts, hierarchy: &Hierarchy, limits: &Limits) -> Isolation 
     }
     let cores = cores();
     if limits.vcpus as usize > cores {
-        isolation.notes.push(format!("{} vCPUs were asked for and {cores} cores are here: they share all of them", limits.vcpus));
+        isolation
+            .notes
+            .push(format!("{} vCPUs were asked for and {cores} cores are here: they share all of them", limits.vcpus));
     }
     isolation
 }
@@ -292,7 +294,7 @@ impl Machine for ContainerMachine {
         if let Some(layer) = &mut self.parts.layer {
             layer.set_limit(limits.disk)?;
         }
-    let cpus = affinity(limits, 0);
+        let cpus = affinity(limits, 0);
         if !cpus.is_empty() {
             let mut set = rustix::thread::CpuSet::new();
             cpus.iter().for_each(|cpu| set.set(*cpu));

@@ -70,7 +70,12 @@ fn fail(step: impl Into<String>) -> impl FnOnce(io::Error) -> LaunchError {
 }
 
 fn open_dir(at: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
-    Ok(rustix::fs::openat(at, name, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty())?)
+    Ok(rustix::fs::openat(
+        at,
+        name,
+        OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW,
+        Mode::empty(),
+    )?)
 }
 
 impl Pool {
@@ -89,7 +94,8 @@ impl Pool {
         if std::env::var_os("TRIALRUN_LAYERS").is_some_and(|v| v == "directory") {
             return plain("TRIALRUN_LAYERS=directory asks for it".to_owned());
         }
-        let stat = rustix::fs::statfs(&dir).map_err(|e| LaunchError::new(format!("statfs {}", dir.display()), e.into()))?;
+        let stat =
+            rustix::fs::statfs(&dir).map_err(|e| LaunchError::new(format!("statfs {}", dir.display()), e.into()))?;
         if stat.f_type as i64 == BTRFS_MAGIC {
             let root = File::open(&dir).map_err(fail(format!("open {}", dir.display())))?;
             return Ok(Self { root: root.into(), backing: Backing::Native });
@@ -115,9 +121,14 @@ impl Pool {
         if !path.exists() {
             make_image(&path)?;
         }
-        let file = File::options().read(true).write(true).open(&path).map_err(fail(format!("open {}", path.display())))?;
+        let file =
+            File::options().read(true).write(true).open(&path).map_err(fail(format!("open {}", path.display())))?;
         let device = LoopDevice::attach(&file).map_err(|cause| {
-            no_btrfs(format!("attach {} to a loop device", path.display()), "load the loop module (modprobe loop)", cause)
+            no_btrfs(
+                format!("attach {} to a loop device", path.display()),
+                "load the loop module (modprobe loop)",
+                cause,
+            )
         })?;
         let (mount, root) = mount_detached(device.path()).map_err(|cause| {
             let step = format!("mount {} as btrfs", path.display());
@@ -152,7 +163,13 @@ impl Pool {
             rustix::fs::mkdirat(&dir, "u", Mode::RWXU | Mode::RGRP | Mode::XGRP | Mode::ROTH | Mode::XOTH)?;
             rustix::fs::mkdirat(&dir, "w", Mode::RWXU)?;
             let id = |n| Some(rustix::fs::Uid::from_raw(n));
-            rustix::fs::chownat(&dir, "u", id(owner), Some(rustix::fs::Gid::from_raw(owner)), rustix::fs::AtFlags::SYMLINK_NOFOLLOW)?;
+            rustix::fs::chownat(
+                &dir,
+                "u",
+                id(owner),
+                Some(rustix::fs::Gid::from_raw(owner)),
+                rustix::fs::AtFlags::SYMLINK_NOFOLLOW,
+            )?;
             Ok(())
         };
         inner().map_err(fail(step()))?;
@@ -342,7 +359,9 @@ fn make_image(path: &Path) -> Result<(), ImageError> {
             .arg(&fresh)
             .stdin(Stdio::null())
             .output()
-            .map_err(|cause| no_btrfs("run mkfs.btrfs".to_owned(), "install it (apt-get install btrfs-progs)", cause))?;
+            .map_err(|cause| {
+                no_btrfs("run mkfs.btrfs".to_owned(), "install it (apt-get install btrfs-progs)", cause)
+            })?;
         if !output.status.success() {
             let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
             return Err(LaunchError::new(format!("mkfs.btrfs {}", fresh.display()), io::Error::other(words)).into());

@@ -90,7 +90,9 @@ fn run() -> Vec<String> {
         }
     }
     let hierarchy = Hierarchy::detect().expect("cgroups");
-    failures.extend(hierarchy.group_dirs(&tag).into_iter().filter(|d| d.exists()).map(|d| format!("left behind: {}", d.display())));
+    failures.extend(
+        hierarchy.group_dirs(&tag).into_iter().filter(|d| d.exists()).map(|d| format!("left behind: {}", d.display())),
+    );
     let pool = trialrun_driver_container::layer::Pool::open(&data).expect("the pool");
     failures.extend(pool.names().expect("layers").into_iter().map(|n| format!("left behind: the layer {n}")));
     failures

@@ -154,7 +154,10 @@ impl Rig {
     fn dead_within(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
         let mut fds = [rustix::event::PollFd::from_borrowed_fd(self.machine.death(), rustix::event::PollFlags::IN)];
-        let timeout = rustix::event::Timespec { tv_sec: until.saturating_duration_since(Instant::now()).as_secs() as i64, tv_nsec: 0 };
+        let timeout = rustix::event::Timespec {
+            tv_sec: until.saturating_duration_since(Instant::now()).as_secs() as i64,
+            tv_nsec: 0,
+        };
         rustix::event::poll(&mut fds, Some(&timeout)).is_ok_and(|n| n > 0)
     }
 }
@@ -208,7 +211,8 @@ fn files(rig: &mut Rig, _: Capabilities) -> Result<Outcome, String> {
     let (_, dir) = rig.exec(shell("mktemp -d"))?;
     let path = [dir.trim_ascii_end(), b"/deep/file"].concat();
     let (read, mut write) = std::io::pipe().map_err(|e| e.to_string())?;
-    let op = Op::Write(WriteFile { path: path.clone(), mode: Some(0o640), owner: None, size: Some(content.len() as u64) });
+    let op =
+        Op::Write(WriteFile { path: path.clone(), mode: Some(0o640), owner: None, size: Some(content.len() as u64) });
     let stream = rig.request(op, &[read.as_fd()])?;
     drop(read);
     write.write_all(&content).map_err(|e| e.to_string())?;
@@ -217,7 +221,8 @@ fn files(rig: &mut Rig, _: Capabilities) -> Result<Outcome, String> {
     let stream = rig.request(Op::Stat(Path { path: path.clone() }), &[])?;
     let EventKind::Stat(stat) = rig.event(stream)? else { return Err("no stat".to_owned()) };
     want("size and mode", &(stat.size, stat.mode & 0o7777), &(content.len() as u64, 0o640))?;
-    let _ = rig.exec(Exec { argv: vec![b"rm".to_vec(), b"-rf".to_vec(), dir.trim_ascii_end().to_vec()], ..Exec::default() })?;
+    let _ = rig
+        .exec(Exec { argv: vec![b"rm".to_vec(), b"-rf".to_vec(), dir.trim_ascii_end().to_vec()], ..Exec::default() })?;
     Ok(Outcome::Passed)
 }
 

@@ -60,8 +60,10 @@ impl Driver for FakeDriver {
             .spawn()
             .map_err(fail("start the guest agent"))?;
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-        let pid = pid.ok_or_else(|| LaunchError::new("read the agent's pid", io::Error::from(io::ErrorKind::InvalidData)))?;
-        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|e| fail("hold the guest agent")(e.into()))?;
+        let pid =
+            pid.ok_or_else(|| LaunchError::new("read the agent's pid", io::Error::from(io::ErrorKind::InvalidData)))?;
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|e| fail("hold the guest agent")(e.into()))?;
         let isolation = Isolation {
             driver: "fake".to_owned(),
             missing: vec!["everything: this driver is for tests".to_owned()],

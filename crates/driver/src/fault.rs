@@ -7,8 +7,17 @@
 use std::io;
 
 /// The steps of making a sandbox, in order, with the process that takes them.
-pub const CREATE_STEPS: [&str; 9] =
-    ["engine-row", "engine-directory", "engine-keeper", "keeper-cell", "driver-pool", "driver-layer", "driver-cgroup", "driver-child", "keeper-ready"];
+pub const CREATE_STEPS: [&str; 9] = [
+    "engine-row",
+    "engine-directory",
+    "engine-keeper",
+    "keeper-cell",
+    "driver-pool",
+    "driver-layer",
+    "driver-cgroup",
+    "driver-child",
+    "keeper-ready",
+];
 
 /// Passes, unless a test wants it otherwise.
 ///

@@ -37,6 +37,7 @@ fn the_fake_driver_passes_the_conformance_suite() {
     let failed: Vec<_> = results.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Failed(_))).collect();
     assert!(failed.is_empty(), "{failed:#?}");
     // What the fake can't do is named, and nothing else is skipped.
-    let skipped: Vec<_> = results.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Skipped(_))).map(|(name, _)| *name).collect();
+    let skipped: Vec<_> =
+        results.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Skipped(_))).map(|(name, _)| *name).collect();
     assert_eq!(skipped, ["a slot counts, kills and measures a whole tree"]);
 }

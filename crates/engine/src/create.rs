@@ -13,12 +13,12 @@ use std::{
     process::{Child, Command, Stdio},
     time::Duration,
 };
+use trialrun_guest_proto::frame::Kind;
 use trialrun_keeper::{
     client::KeeperClient,
     conn, fault, machine_dir,
     wire::{KeeperSpec, Started},
 };
-use trialrun_guest_proto::frame::Kind;
 use trialrun_model::{SandboxId, SandboxSpec, Transition};
 use trialrun_policy::Policy;
 use trialrun_store::NewSandbox;
@@ -106,11 +106,14 @@ impl Engine {
     pub async fn create(&self, options: CreateOptions) -> Result<Sandbox, CreateError> {
         options.spec.limits.check()?;
         // First of all, so that its program loads while the rest is prepared.
-        let spare = self.keeper().map_err(CreateError::step(format!("start the keeper {}", self.inner.config.keeper.0.display())))?;
+        let spare = self
+            .keeper()
+            .map_err(CreateError::step(format!("start the keeper {}", self.inner.config.keeper.0.display())))?;
         let id = new_id().map_err(CreateError::step("get random bytes"))?;
         let rootfs = self.rootfs(&options.spec)?;
         let config = &self.inner.config;
-        let guest_program = config.guest.install(&config.cache_dir).map_err(CreateError::step("install the guest agent"))?;
+        let guest_program =
+            config.guest.install(&config.cache_dir).map_err(CreateError::step("install the guest agent"))?;
         let dir = machine_dir(&config.data_dir, &id);
         let new = NewSandbox {
             id: id.clone(),
@@ -176,7 +179,12 @@ impl Engine {
         let gate = self.gate(FlockOperation::LockShared).map_err(CreateError::step("lock the machines directory"))?;
         let make = || -> io::Result<OwnedFd> {
             crate::make_dir(dir)?;
-            let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(dir.join(trialrun_keeper::LOCK_NAME))?;
+            let file = File::options()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .open(dir.join(trialrun_keeper::LOCK_NAME))?;
             rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
             Ok(file.into())
         };
@@ -236,7 +244,10 @@ impl Spare {
             .args(args)
             .arg(&config.data_dir)
             .env_clear()
-            .envs(std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("TRIALRUN_") || name == "PATH"))
+            .envs(
+                std::env::vars_os()
+                    .filter(|(name, _)| name.to_string_lossy().starts_with("TRIALRUN_") || name == "PATH"),
+            )
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(Stdio::null())

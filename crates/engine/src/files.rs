@@ -136,7 +136,8 @@ impl Sandbox {
             let cause = io::Error::new(io::ErrorKind::InvalidInput, "it is neither a file nor a folder");
             return Err(TransferError::Host { step: "upload", path: source.to_owned(), cause });
         }
-        let op = FileOp::Write { path: dest.into(), mode: Some(meta.mode() & 0o777), owner: None, size: Some(meta.len()) };
+        let op =
+            FileOp::Write { path: dest.into(), mode: Some(meta.mode() & 0o777), owner: None, size: Some(meta.len()) };
         self.call_with(op, file.into()).await?;
         Ok(Moved { bytes: meta.len(), files: 1, ..Moved::default() })
     }
@@ -256,7 +257,8 @@ fn pack(source: &Path, stream: UnixStream, rules: &UploadRules) -> Result<Moved,
             append(&mut tar, &path, name, &mut moved)?;
         }
     }
-    let finish = || -> io::Result<()> { tar.into_inner()?.into_inner().map(drop).map_err(io::IntoInnerError::into_error) };
+    let finish =
+        || -> io::Result<()> { tar.into_inner()?.into_inner().map(drop).map_err(io::IntoInnerError::into_error) };
     finish().map_err(host("send", source))?;
     Ok(moved)
 }
@@ -321,7 +323,13 @@ fn append(tar: &mut Tar, path: &Path, name: &Path, moved: &mut Moved) -> Result<
             }
         }
     } else {
-        let what = if kind.is_fifo() { "a FIFO" } else if kind.is_socket() { "a socket" } else { "a device" };
+        let what = if kind.is_fifo() {
+            "a FIFO"
+        } else if kind.is_socket() {
+            "a socket"
+        } else {
+            "a device"
+        };
         moved.skip(path, &format!("{what} does not travel"));
         return Ok(());
     };
@@ -333,7 +341,11 @@ fn save_file(stream: UnixStream, dest: &Path, limits: DownloadLimits) -> Result<
     let write = || -> io::Result<u64> {
         // Beside the target and renamed over it, so that a cut transfer leaves the old file.
         let parent = dest.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let fresh = parent.join(format!(".trialrun-{}-{}", std::process::id(), dest.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned())));
+        let fresh = parent.join(format!(
+            ".trialrun-{}-{}",
+            std::process::id(),
+            dest.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned())
+        ));
         let copy = || -> io::Result<u64> {
             let mut file = File::create(&fresh)?;
             let copied = io::copy(&mut (&stream).take(limits.bytes + 1), &mut file)?;
@@ -427,7 +439,11 @@ impl Folder {
     fn make(&self, path: &Path) -> rustix::io::Result<()> {
         let mut made = PathBuf::new();
         for part in path.components() {
-            let at = if made.as_os_str().is_empty() { self.root.try_clone().map_err(|_| Errno::MFILE)? } else { self.open(&made)? };
+            let at = if made.as_os_str().is_empty() {
+                self.root.try_clone().map_err(|_| Errno::MFILE)?
+            } else {
+                self.open(&made)?
+            };
             match rustix::fs::mkdirat(&at, part.as_os_str(), Mode::from_raw_mode(0o755)) {
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(e) => return Err(e),
@@ -480,7 +496,8 @@ fn unpack(stream: UnixStream, dest: &Path, root: &str, limits: DownloadLimits) -
                 moved.skip(&name, &format!("its target {} is outside of the folder", target.display()));
             }
         } else if kind.is_hard_link() {
-            let target = plain(&entry.link_name().map_err(hostile)?.unwrap_or_default()).map_err(TransferError::Hostile)?;
+            let target =
+                plain(&entry.link_name().map_err(hostile)?.unwrap_or_default()).map_err(TransferError::Hostile)?;
             link(&folder, &target, &name, &mut moved).map_err(write)?;
         } else {
             moved.skip(&name, "neither a file, a folder nor a link");
@@ -508,7 +525,11 @@ fn create(parent: &OwnedFd, name: &std::ffi::OsStr, mode: u32) -> rustix::io::Re
     }
 }
 
-fn replace(parent: &OwnedFd, name: &std::ffi::OsStr, make: impl Fn() -> rustix::io::Result<()>) -> rustix::io::Result<()> {
+fn replace(
+    parent: &OwnedFd,
+    name: &std::ffi::OsStr,
+    make: impl Fn() -> rustix::io::Result<()>,
+) -> rustix::io::Result<()> {
     match make() {
         Err(Errno::EXIST) => {
             rustix::fs::unlinkat(parent, name, AtFlags::empty())?;
@@ -559,7 +580,9 @@ mod tests {
         }
     }
 
-    fn unpacked(build: impl FnOnce(&mut tar::Builder<&mut Vec<u8>>)) -> (tempfile::TempDir, Result<Moved, TransferError>) {
+    fn unpacked(
+        build: impl FnOnce(&mut tar::Builder<&mut Vec<u8>>),
+    ) -> (tempfile::TempDir, Result<Moved, TransferError>) {
         let mut bytes = Vec::new();
         let mut tar = tar::Builder::new(&mut bytes);
         build(&mut tar);

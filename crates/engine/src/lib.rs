@@ -21,8 +21,8 @@ pub use files::{DownloadLimits, DropRule, Moved, TransferError, UploadRules};
 pub use pool::Pool;
 pub use recover::Recovered;
 pub use sandbox::{Captured, Sandbox};
-pub use trialrun_keeper::wire::{CallError, CallErrorKind, Description, ExecInfo, FileInfo, StartTimings};
 pub use trialrun_keeper::client::{Following, KeeperClient, Output, Stdin};
+pub use trialrun_keeper::wire::{CallError, CallErrorKind, Description, ExecInfo, FileInfo, StartTimings};
 
 use std::{
     io,
@@ -91,7 +91,8 @@ impl Engine {
         let store = Store::open(&config.data_dir).map_err(EngineError::Store)?;
         let tag = store.instance_tag()?;
         let images = ImageStore::open(&config.cache_dir).map_err(EngineError::Image)?;
-        let inner = Inner { config, store: Mutex::new(store), tag, images, spares: Mutex::new(spares), warm: Mutex::new(None) };
+        let inner =
+            Inner { config, store: Mutex::new(store), tag, images, spares: Mutex::new(spares), warm: Mutex::new(None) };
         let engine = Self { inner: Arc::new(inner) };
         engine.recover_if_needed();
         Ok(engine)

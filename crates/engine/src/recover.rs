@@ -54,6 +54,9 @@ impl Engine {
             let _ = self.store(|store| store.mark_gone(&row.id, "its keeper ended"));
             result.removed.push(row.id.to_string());
         }
+        if let Err(e) = self.store(trialrun_store::Store::sweep_lineages) {
+            result.failed.push(format!("free lineage numbers: {e}"));
+        }
         result.removed.sort();
         result.removed.dedup();
         result
@@ -64,9 +67,8 @@ impl Engine {
         let machines = self.data_dir().join("machines");
         let rows = self.store(|store| store.list(true)).unwrap_or_default();
         let dead_row = rows.iter().any(|row| !lock_is_held(&machines.join(row.id.as_str())) && !creator_lives(row));
-        let dead_dir = || {
-            fs::read_dir(&machines).into_iter().flatten().flatten().any(|entry| !lock_is_held(&entry.path()))
-        };
+        let dead_dir =
+            || fs::read_dir(&machines).into_iter().flatten().flatten().any(|entry| !lock_is_held(&entry.path()));
         if dead_row || dead_dir() {
             let recovered = self.recover();
             tracing::info!(removed = recovered.removed.len(), failed = ?recovered.failed, "recovered");

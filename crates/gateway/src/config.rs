@@ -200,13 +200,19 @@ mod tests {
 
     #[test]
     fn proxy_settings_are_read() {
-        let proxy = UpstreamProxy::parse("http://us%65r:p@proxy.test:3128/", "a.test,.b.test, 10.0.0.0/8,*.c.test:443").unwrap();
+        let proxy = UpstreamProxy::parse("http://us%65r:p@proxy.test:3128/", "a.test,.b.test, 10.0.0.0/8,*.c.test:443")
+            .unwrap();
         assert_eq!((proxy.host.as_str(), proxy.port), ("proxy.test", 3128));
         assert_eq!(proxy.authorization.as_ref().unwrap().0, "Basic dXNlcjpw");
         assert!(!format!("{proxy:?}").contains("dXNl"));
-        for (name, covered) in
-            [("a.test", false), ("x.a.test", false), ("xa.test", true), ("b.test", false), ("y.c.test", false), ("d.test", true)]
-        {
+        for (name, covered) in [
+            ("a.test", false),
+            ("x.a.test", false),
+            ("xa.test", true),
+            ("b.test", false),
+            ("y.c.test", false),
+            ("d.test", true),
+        ] {
             assert_eq!(proxy.covers(Some(&name.parse().unwrap()), None), covered, "{name}");
         }
         assert!(!proxy.covers(None, Some("10.1.1.1".parse().unwrap())));

@@ -124,5 +124,9 @@ pub(crate) async fn through_proxy(proxy: &UpstreamProxy, host: &str, port: u16) 
     }
     let first = answer.split(|b| *b == b'\r').next().unwrap_or_default();
     let status = String::from_utf8_lossy(first).split(' ').nth(1).unwrap_or_default().to_owned();
-    if status.starts_with('2') && status.len() == 3 { Ok(stream) } else { Err(DialError::ProxyRefused { status, target }) }
+    if status.starts_with('2') && status.len() == 3 {
+        Ok(stream)
+    } else {
+        Err(DialError::ProxyRefused { status, target })
+    }
 }

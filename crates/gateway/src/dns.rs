@@ -242,8 +242,11 @@ fn hand_out(shared: &Shared, name: &Name, kind: RecordType, found: Option<Vec<Ip
     }
     // A public IPv6 address that the host can't reach would only cost the client a timeout.
     let reachable = |a: &IpAddr| a.is_ipv4() || proxied || classify(*a) != AddressClass::Public || has_public_ipv6();
-    let given: Vec<IpAddr> =
-        allowed.into_iter().filter(|a| a.is_ipv4() == (kind == RecordType::A) && reachable(a)).take(MAX_ANSWERS).collect();
+    let given: Vec<IpAddr> = allowed
+        .into_iter()
+        .filter(|a| a.is_ipv4() == (kind == RecordType::A) && reachable(a))
+        .take(MAX_ANSWERS)
+        .collect();
     for address in &given {
         state.names.give(name, *address);
     }
@@ -252,7 +255,8 @@ fn hand_out(shared: &Shared, name: &Name, kind: RecordType, found: Option<Vec<Ip
 
 /// Whether a connection to the address would stay in the cell, or be taken for one to a made-up address.
 fn needs_stand_in(address: IpAddr) -> bool {
-    let own = address == IpAddr::V4(trialrun_net::CELL_ADDRESS_V4) || address == IpAddr::V6(trialrun_net::CELL_ADDRESS_V6);
+    let own =
+        address == IpAddr::V4(trialrun_net::CELL_ADDRESS_V4) || address == IpAddr::V6(trialrun_net::CELL_ADDRESS_V6);
     let made_up = matches!(address, IpAddr::V4(v4) if v4.octets()[0] == 198 && v4.octets()[1] & 0xfe == 18);
     own || made_up || classify(address) == AddressClass::Loopback
 }

@@ -185,7 +185,8 @@ fn host(request: &Request<'_, '_>) -> Result<Option<Name>, Malformed> {
     if target.starts_with('/') || target == "*" {
         return Ok(header.flatten());
     }
-    let absolute = target.get(..7).filter(|scheme| scheme.eq_ignore_ascii_case("http://")).and_then(|_| target.get(7..));
+    let absolute =
+        target.get(..7).filter(|scheme| scheme.eq_ignore_ascii_case("http://")).and_then(|_| target.get(7..));
     let Some(rest) = absolute else { return Err(Malformed("request target")) };
     let named = rest.split(['/', '?', '#', '\\']).next().and_then(authority_name);
     match header {
@@ -349,7 +350,8 @@ mod tests {
 
     #[test]
     fn every_request_of_a_connection_is_seen() {
-        let stream = b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\n\r\nhelloPOST / HTTP/1.1\r\nHost: b.test\r\n\
+        let stream =
+            b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\n\r\nhelloPOST / HTTP/1.1\r\nHost: b.test\r\n\
             Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n0\r\nT: v\r\n\r\nGET / HTTP/1.1\r\nHost: c.test\r\n\r\n";
         for piece in [1, 2, 7, 1000] {
             assert_eq!(hosts(stream, piece).unwrap(), ["a.test", "b.test", "c.test"], "{piece}");

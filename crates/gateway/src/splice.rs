@@ -38,7 +38,12 @@ pub(crate) async fn read_more(from: &TcpStream, held: &mut Vec<u8>) -> io::Resul
 }
 
 /// Carries one direction to its end and passes the end on. `look` sees every piece before it is written.
-pub(crate) async fn pump(from: &TcpStream, to: &TcpStream, count: &AtomicU64, mut look: impl FnMut(&[u8])) -> io::Result<()> {
+pub(crate) async fn pump(
+    from: &TcpStream,
+    to: &TcpStream,
+    count: &AtomicU64,
+    mut look: impl FnMut(&[u8]),
+) -> io::Result<()> {
     loop {
         let mut held = Vec::new();
         // The buffer is made only once there is something to read.
@@ -54,7 +59,12 @@ pub(crate) async fn pump(from: &TcpStream, to: &TcpStream, count: &AtomicU64, mu
 }
 
 /// Carries both directions until both have ended or one has failed.
-pub(crate) async fn splice(client: &TcpStream, upstream: &TcpStream, up: &AtomicU64, down: &AtomicU64) -> io::Result<()> {
+pub(crate) async fn splice(
+    client: &TcpStream,
+    upstream: &TcpStream,
+    up: &AtomicU64,
+    down: &AtomicU64,
+) -> io::Result<()> {
     tokio::try_join!(pump(client, upstream, up, |_| ()), pump(upstream, client, down, |_| ()))?;
     Ok(())
 }

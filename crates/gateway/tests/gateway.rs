@@ -131,7 +131,14 @@ fn an_allow_list_refuses_every_way_round_it() {
         let metadata = world.direct("169.254.169.254:80", get("good.test", "/latest/meta-data")).await;
         assert!(metadata.starts_with("HTTP/1.1 403 "), "{metadata}");
         assert_eq!(world.arrived(), before, "nothing of all that reached a server");
-        assert!(world.gateway.records(0).iter().filter(|r| r.kind != RecordKind::Dns).all(|r| !r.allow && !r.rule.is_empty()));
+        assert!(
+            world
+                .gateway
+                .records(0)
+                .iter()
+                .filter(|r| r.kind != RecordKind::Dns)
+                .all(|r| !r.allow && !r.rule.is_empty())
+        );
     });
 }
 
@@ -162,7 +169,8 @@ fn every_request_of_a_connection_is_judged() {
         assert_eq!((record.host.as_deref(), record.kind), (Some("evil.test"), RecordKind::Http));
         // Pipelined: the first is answered or not, but the second never arrives.
         world.ask("good.test", 80, format!("{}{}", get("good.test", "/"), get("evil.test", "/"))).await;
-        let hidden = format!("POST / HTTP/1.1\r\nHost: good.test\r\nContent-Length: 4\r\n\r\nbody{}", get("evil.test", "/"));
+        let hidden =
+            format!("POST / HTTP/1.1\r\nHost: good.test\r\nContent-Length: 4\r\n\r\nbody{}", get("evil.test", "/"));
         world.ask("good.test", 80, hidden).await;
         assert!(!String::from_utf8_lossy(&world.received.lock().unwrap()).contains("evil.test"));
     });
@@ -184,7 +192,8 @@ fn keep_alive_and_websockets_go_through() {
                 }
                 let mut stream = TcpStream::connect((address, 80)).unwrap();
                 stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
-                let upgrade = "GET /ws HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
+                let upgrade =
+                    "GET /ws HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
                 stream.write_all(upgrade.as_bytes()).unwrap();
                 let switched = listen(&mut stream);
                 stream.write_all(b"\x81\x05frame").unwrap();
@@ -258,10 +267,20 @@ fn web_reaches_public_addresses_only() {
         assert_eq!(world.record(|r| r.host.as_deref() == Some("meta.test") && !r.allow).rule, "private address");
         assert_eq!(world.ask("private.test", 443, hello("private.test")).await, "dns Refused");
         assert_eq!(world.ask("loop.test", 443, hello("loop.test")).await, "dns Refused");
-        for address in ["10.77.0.1:443", "169.254.169.254:443", "[fd00:ec2::254]:443", "[::ffff:10.77.0.1]:443", "[64:ff9b::a4d:1]:443"] {
+        for address in [
+            "10.77.0.1:443",
+            "169.254.169.254:443",
+            "[fd00:ec2::254]:443",
+            "[::ffff:10.77.0.1]:443",
+            "[64:ff9b::a4d:1]:443",
+        ] {
             assert_eq!(world.direct(address, hello("good.test")).await, "reset", "{address}");
         }
-        assert_eq!(world.direct(&format!("{HOST_OWN}:443"), hello("good.test")).await, "reset", "the host's own address");
+        assert_eq!(
+            world.direct(&format!("{HOST_OWN}:443"), hello("good.test")).await,
+            "reset",
+            "the host's own address"
+        );
         assert_eq!(world.direct(&format!("{SHARED}:2525"), "").await, "reset", "another port");
         assert_eq!(world.arrived(), before);
         // A private address beside a public one is left out of the answer.
@@ -425,23 +444,27 @@ fn the_host_s_proxy_is_used_where_there_is_one() {
 
 #[test]
 fn too_many_connections_are_refused() {
-    run_with(list(&["good.test:2525"]), |config| config.connections_limit = 4, |world| async move {
-        let outcomes = world
-            .inside(|| {
-                let address: SocketAddr = SocketAddr::new(lookup("good.test", RecordType::A).addresses[0], 2525);
-                let mut streams: Vec<TcpStream> = (0..6).map(|_| TcpStream::connect(address).unwrap()).collect();
-                streams
-                    .iter_mut()
-                    .map(|s| {
-                        s.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
-                        listen(s)
-                    })
-                    .collect::<Vec<_>>()
-            })
-            .await;
-        assert_eq!(outcomes.iter().filter(|o| *o == "220 hello\r\n").count(), 4, "{outcomes:?}");
-        assert_eq!(outcomes.iter().filter(|o| *o == "reset").count(), 2, "{outcomes:?}");
-    });
+    run_with(
+        list(&["good.test:2525"]),
+        |config| config.connections_limit = 4,
+        |world| async move {
+            let outcomes = world
+                .inside(|| {
+                    let address: SocketAddr = SocketAddr::new(lookup("good.test", RecordType::A).addresses[0], 2525);
+                    let mut streams: Vec<TcpStream> = (0..6).map(|_| TcpStream::connect(address).unwrap()).collect();
+                    streams
+                        .iter_mut()
+                        .map(|s| {
+                            s.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+                            listen(s)
+                        })
+                        .collect::<Vec<_>>()
+                })
+                .await;
+            assert_eq!(outcomes.iter().filter(|o| *o == "220 hello\r\n").count(), 4, "{outcomes:?}");
+            assert_eq!(outcomes.iter().filter(|o| *o == "reset").count(), 2, "{outcomes:?}");
+        },
+    );
 }
 
 #[test]

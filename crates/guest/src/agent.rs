@@ -27,7 +27,8 @@ use std::{
     time::{Duration, Instant},
 };
 use trialrun_guest_proto::{
-    self as proto, Boot, Decoder, Done, EnvEntry, EventKind, Exited, FailKind, Frame, GENERATION, Kind, Op, Ready, Started,
+    self as proto, Boot, Decoder, Done, EnvEntry, EventKind, Exited, FailKind, Frame, GENERATION, Kind, Op, Ready,
+    Started,
 };
 use trialrun_sys::{fdpass, spawn::Identity};
 
@@ -319,7 +320,8 @@ impl Agent {
             Op::Resize(resize) => {
                 let inline = self.execs.get(&resize.stream).and_then(|r| r.inline.as_ref());
                 let terminal = inline.and_then(|i| i.terminal.as_ref());
-                let terminal = terminal.ok_or_else(|| Failure::new(FailKind::NotFound, "no terminal on that stream"))?;
+                let terminal =
+                    terminal.ok_or_else(|| Failure::new(FailKind::NotFound, "no terminal on that stream"))?;
                 rustix::termios::tcsetwinsize(terminal, exec::winsize(resize.rows, resize.cols))
                     .map_err(|e| Failure::errno(e, "resizing the terminal"))?;
                 self.done(stream);
@@ -334,7 +336,10 @@ impl Agent {
                 }
                 if machine.env.len() > MAX_ENV {
                     machine.env.truncate(MAX_ENV);
-                    return Err(Failure::new(FailKind::LimitReached, format!("more than {MAX_ENV} environment entries")));
+                    return Err(Failure::new(
+                        FailKind::LimitReached,
+                        format!("more than {MAX_ENV} environment entries"),
+                    ));
                 }
                 self.done(stream);
                 Ok(())
@@ -346,7 +351,10 @@ impl Agent {
             }
             op => {
                 if self.work.len() >= MAX_WORKERS {
-                    return Err(Failure::new(FailKind::LimitReached, format!("{MAX_WORKERS} operations are under way")));
+                    return Err(Failure::new(
+                        FailKind::LimitReached,
+                        format!("{MAX_WORKERS} operations are under way"),
+                    ));
                 }
                 let work = work::start(Arc::clone(&self.machine), Arc::clone(&self.link), stream, op, fds)?;
                 self.work.insert(stream, work);
@@ -360,7 +368,8 @@ impl Agent {
     }
 
     fn adopt(&mut self, stream: u32, running: Running) -> Result<(), Failure> {
-        let report = epoll::add(&self.epoll, &running.child.report, token(stream, Source::Report), epoll::EventFlags::IN);
+        let report =
+            epoll::add(&self.epoll, &running.child.report, token(stream, Source::Report), epoll::EventFlags::IN);
         if let Err(e) = report {
             let _ = rustix::process::pidfd_send_signal(&running.child.pidfd, Signal::KILL);
             return Err(Failure::errno(e, "watching the process"));
@@ -415,7 +424,8 @@ impl Agent {
     fn end(&mut self, stream: u32) {
         if let Some(work) = self.work.get(&stream) {
             work.inbox.end();
-        } else if let Some(input) = self.execs.get_mut(&stream).and_then(|r| r.inline.as_mut()).and_then(|i| i.input.as_mut())
+        } else if let Some(input) =
+            self.execs.get_mut(&stream).and_then(|r| r.inline.as_mut()).and_then(|i| i.input.as_mut())
         {
             input.ended = true;
             self.pump_input(stream);

@@ -1,6 +1,9 @@
 //! The environment of an exec: who overrides whom.
 
-use crate::{link::{Failure, text}, user::User};
+use crate::{
+    link::{Failure, text},
+    user::User,
+};
 use std::ffi::CString;
 use trialrun_guest_proto::{EnvEntry, FailKind};
 
@@ -58,8 +61,9 @@ impl Environment {
     /// As execve wants it.
     pub fn to_strings(&self) -> Result<Vec<CString>, Failure> {
         let entry = |(name, value): &(Vec<u8>, Vec<u8>)| {
-            CString::new([name.as_slice(), b"=", value].concat())
-                .map_err(|_| Failure::new(FailKind::BadEnv, format!("environment entry {} holds a NUL byte", text(name))))
+            CString::new([name.as_slice(), b"=", value].concat()).map_err(|_| {
+                Failure::new(FailKind::BadEnv, format!("environment entry {} holds a NUL byte", text(name)))
+            })
         };
         self.0.iter().map(entry).collect()
     }

@@ -26,8 +26,7 @@ use trialrun_sys::spawn::{Confinement, Identity, Prepared, SpawnedChild, StartFa
 /// Capabilities that stay within reach of root inside: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID,
 /// NET_BIND_SERVICE, SYS_CHROOT, SETFCAP (capabilities(7)). SYS_PTRACE is not among them, which keeps PID 1 out of
 /// reach, nor is anything that mounts or makes devices.
-pub const KEPT_CAPS: u64 =
-    1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 10 | 1 << 18 | 1 << 31;
+pub const KEPT_CAPS: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 10 | 1 << 18 | 1 << 31;
 /// Out of memory, the kernel takes the exec's processes before the agent.
 const OOM_SCORE_ADJ: i32 = 500;
 /// Most bytes of one output frame.
@@ -242,7 +241,9 @@ fn split_fds(fds: Vec<OwnedFd>) -> Result<Passed, Failure> {
             Ok((cgroup, Some(stdio)))
         }
         Err(rest) if rest.is_empty() => Ok((cgroup, None)),
-        Err(_) => Err(Failure::new(FailKind::BadRequest, format!("an exec takes 0, 1, 3 or 4 descriptors, not {count}"))),
+        Err(_) => {
+            Err(Failure::new(FailKind::BadRequest, format!("an exec takes 0, 1, 3 or 4 descriptors, not {count}")))
+        }
     }
 }
 
@@ -364,7 +365,9 @@ impl Running {
                 _ => (FailKind::Other, says(&program)),
             },
             Step::Cwd => (FailKind::BadCwd, says(&format!("working directory {}", text(&self.cwd)))),
-            Step::Identity if error == Errno::INVAL => (FailKind::UnknownUser, says("user or group outside of the machine")),
+            Step::Identity if error == Errno::INVAL => {
+                (FailKind::UnknownUser, says("user or group outside of the machine"))
+            }
             Step::Identity => (FailKind::Other, says("becoming the user")),
             Step::Cgroup => (FailKind::Other, says("joining the cgroup")),
             Step::Session => (FailKind::Other, says("making a session")),

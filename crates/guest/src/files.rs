@@ -11,8 +11,8 @@ use crate::{
 };
 use rustix::{
     fs::{
-        self as rfs, AtFlags, FileType, Gid, Mode, OFlags, Stat, Uid, fchmod, fchown, fstat, mkdirat, openat, readlinkat,
-        renameat, statat, unlinkat,
+        self as rfs, AtFlags, FileType, Gid, Mode, OFlags, Stat, Uid, fchmod, fchown, fstat, mkdirat, openat,
+        readlinkat, renameat, statat, unlinkat,
     },
     io::Errno,
 };
@@ -27,9 +27,7 @@ use std::{
     path::Path,
     sync::atomic::{AtomicU64, Ordering},
 };
-use trialrun_guest_proto::{
-    self as proto, Done, Entries, EventKind, FailKind, FileStat,
-};
+use trialrun_guest_proto::{self as proto, Done, Entries, EventKind, FailKind, FileStat};
 
 /// Most entries of one event.
 const BATCH: usize = 256;
@@ -114,7 +112,11 @@ fn file_type(stat: &Stat) -> FileType {
 /// A file's metadata and, for a link, its target. Links are not followed.
 pub fn look<F: AsFd>(dir: F, name: &[u8]) -> Result<(Stat, Option<Vec<u8>>), Errno> {
     let stat = statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
-    let link = if file_type(&stat) == FileType::Symlink { Some(readlinkat(&dir, name, Vec::new())?.into_bytes()) } else { None };
+    let link = if file_type(&stat) == FileType::Symlink {
+        Some(readlinkat(&dir, name, Vec::new())?.into_bytes())
+    } else {
+        None
+    };
     Ok((stat, link))
 }
 
@@ -169,7 +171,8 @@ pub fn list(machine: &Machine, channel: &Channel, op: &proto::Path) -> Result<Do
     let mut names = Names::load();
     let listed = names_in(&dir).map_err(|e| Failure::errno(e, &path))?;
     // What is gone in the meantime is left out.
-    let entries = listed.iter().filter_map(|name| look(&dir, name).ok().map(|(stat, link)| names.describe(name, &stat, link)));
+    let entries =
+        listed.iter().filter_map(|name| look(&dir, name).ok().map(|(stat, link)| names.describe(name, &stat, link)));
     send_entries(channel, entries);
     Ok(Done::default())
 }

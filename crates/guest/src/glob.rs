@@ -26,14 +26,16 @@ struct Search {
 /// Finds paths.
 pub fn glob(machine: &Machine, channel: &Channel, op: &Glob) -> Result<Done, Failure> {
     let dir = files::resolve(machine, &op.dir)?;
-    open(&dir[..], OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(|e| Failure::errno(e, &dir))?;
+    open(&dir[..], OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|e| Failure::errno(e, &dir))?;
     let mut search = Search { names: Names::load(), found: BTreeMap::new() };
     for pattern in &op.patterns {
         if pattern.starts_with('/') || pattern.is_empty() || pattern.contains('\0') {
             let message = format!("pattern {pattern:?} is empty, absolute or holds NUL");
             return Err(Failure::new(FailKind::BadRequest, message));
         }
-        let parts: Vec<&[u8]> = pattern.as_bytes().split(|&b| b == b'/').filter(|p| !p.is_empty() && *p != b".").collect();
+        let parts: Vec<&[u8]> =
+            pattern.as_bytes().split(|&b| b == b'/').filter(|p| !p.is_empty() && *p != b".").collect();
         search.walk(&dir, b"", &parts, 0)?;
     }
     let files = search.found.len() as u64;
@@ -62,7 +64,9 @@ impl Search {
         let here = [root, b"/", at].concat();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         // What cannot be looked into holds nothing.
-        let Ok(names) = open(&here[..], flags, Mode::empty()).and_then(|dir| files::names_in(&dir)) else { return Ok(()) };
+        let Ok(names) = open(&here[..], flags, Mode::empty()).and_then(|dir| files::names_in(&dir)) else {
+            return Ok(());
+        };
         for name in names {
             if any_depth {
                 let last = rest.is_empty();
@@ -70,7 +74,8 @@ impl Search {
                     self.step(root, at, &name, &[], depth)?;
                 }
                 let path = join(at, &name);
-                let is_dir = look(CWD, &join(root, &path)).is_ok_and(|(s, _)| FileType::from_raw_mode(s.st_mode) == FileType::Directory);
+                let is_dir = look(CWD, &join(root, &path))
+                    .is_ok_and(|(s, _)| FileType::from_raw_mode(s.st_mode) == FileType::Directory);
                 if is_dir {
                     self.walk(root, &path, parts, depth + 1)?;
                 }
@@ -168,8 +173,28 @@ mod tests {
 
     #[test]
     fn components_match_as_in_a_shell() {
-        let yes = [("*", ""), ("*.py", "a.py"), ("a*b*c", "aXbYbZc"), ("?", "é"), ("[a-c]x", "bx"), ("[!a]", "b"), ("[]]", "]"), ("\\*", "*"), ("[", "["), ("*", ".hidden")];
-        let no = [("*.py", "a.pyc"), ("?", ""), ("?", "ab"), ("[a-c]", "d"), ("[^a]", "a"), ("\\*", "x"), ("a", "b"), ("a", "ab")];
+        let yes = [
+            ("*", ""),
+            ("*.py", "a.py"),
+            ("a*b*c", "aXbYbZc"),
+            ("?", "é"),
+            ("[a-c]x", "bx"),
+            ("[!a]", "b"),
+            ("[]]", "]"),
+            ("\\*", "*"),
+            ("[", "["),
+            ("*", ".hidden"),
+        ];
+        let no = [
+            ("*.py", "a.pyc"),
+            ("?", ""),
+            ("?", "ab"),
+            ("[a-c]", "d"),
+            ("[^a]", "a"),
+            ("\\*", "x"),
+            ("a", "b"),
+            ("a", "ab"),
+        ];
         for (pattern, name) in yes {
             assert!(matches(pattern.as_bytes(), name.as_bytes()), "{pattern} {name}");
         }

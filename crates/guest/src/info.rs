@@ -33,5 +33,6 @@ fn pretty_name(os_release: &str) -> String {
 fn private_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let kib = |line: &str| line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok();
-    text.lines().filter(|line| line.starts_with("Anonymous:") || line.starts_with("Swap:")).filter_map(kib).sum::<u64>() * 1024
+    text.lines().filter(|line| line.starts_with("Anonymous:") || line.starts_with("Swap:")).filter_map(kib).sum::<u64>()
+        * 1024
 }

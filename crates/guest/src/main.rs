@@ -95,8 +95,12 @@ fn serve(arguments: &Arguments) -> io::Result<EndOfLife> {
     if bytes.len() as u64 > MAX_BOOT {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the boot message is over 1 MiB"));
     }
-    let boot = Boot::decode(&bytes[..]).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the boot message is none"))?;
-    if arguments.init && !boot.hostname.is_empty() && rustix::system::uname().nodename().to_bytes() != boot.hostname.as_bytes() {
+    let boot =
+        Boot::decode(&bytes[..]).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the boot message is none"))?;
+    if arguments.init
+        && !boot.hostname.is_empty()
+        && rustix::system::uname().nodename().to_bytes() != boot.hostname.as_bytes()
+    {
         // In a container the launcher has done it, and the right to may be gone.
         let _ = rustix::system::sethostname(boot.hostname.as_bytes());
     }

@@ -86,7 +86,8 @@ pub fn pack(machine: &Machine, end: End, op: &TarDown) -> Result<Done, Failure> 
         "gzip" => Sink::Gzip(flate2::write::GzEncoder::new(end, flate2::Compression::fast())),
         other => return Err(Failure::new(FailKind::BadRequest, format!("unknown compression {other:?}"))),
     };
-    let mut packer = Packer { sink, buffer: Vec::with_capacity(BUFFER), first_names: HashMap::new(), done: Done::default() };
+    let mut packer =
+        Packer { sink, buffer: Vec::with_capacity(BUFFER), first_names: HashMap::new(), done: Done::default() };
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::Directory => {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -165,7 +166,8 @@ impl Packer {
             },
             FileType::Directory => {
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let opened = openat(dir, name, flags, Mode::empty()).and_then(|fd| names_in(&fd).map(|names| (fd, names)));
+                let opened =
+                    openat(dir, name, flags, Mode::empty()).and_then(|fd| names_in(&fd).map(|names| (fd, names)));
                 match opened {
                     Ok((fd, names)) => {
                         self.header(&[path, b"/"].concat(), b"", b'5', 0, &stat)?;

@@ -45,7 +45,8 @@ const X32_BIT: u32 = 0x4000_0000;
 
 /// `CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET`. (`CLONE_NEWTIME` lies in the exit signal's
 /// byte, where clone(2) does not take it as a flag.)
-const NEW_NAMESPACE: u32 = 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000;
+const NEW_NAMESPACE: u32 =
+    0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000;
 
 /// How a system call is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -247,9 +248,7 @@ fn leaf(answer: Answer) -> Vec<sock_filter> {
             let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK].map(|f| f as u32);
             one_of(0, u32::MAX, &families, ALLOW, NO_SUCH_FAMILY)
         }
-        Answer::Ioctl => {
-            one_of(1, u32::MAX, &[libc::TIOCSTI as u32, libc::TIOCLINUX as u32], NOT_PERMITTED, ALLOW)
-        }
+        Answer::Ioctl => one_of(1, u32::MAX, &[libc::TIOCSTI as u32, libc::TIOCLINUX as u32], NOT_PERMITTED, ALLOW),
         Answer::Personality => {
             one_of(0, u32::MAX, &[0, libc::ADDR_NO_RANDOMIZE as u32, u32::MAX], ALLOW, NOT_PERMITTED)
         }
@@ -275,12 +274,8 @@ fn tree(ranges: &[(u32, Answer)]) -> Vec<sock_filter> {
 
 /// The program.
 pub fn program() -> Vec<sock_filter> {
-    let mut code = vec![
-        statement(LD_W_ABS, ARCH),
-        jump(JEQ, THIS_ARCH, 1, 0),
-        statement(RET, KILL),
-        statement(LD_W_ABS, NUMBER),
-    ];
+    let mut code =
+        vec![statement(LD_W_ABS, ARCH), jump(JEQ, THIS_ARCH, 1, 0), statement(RET, KILL), statement(LD_W_ABS, NUMBER)];
     code.extend(tree(&ranges()));
     code
 }

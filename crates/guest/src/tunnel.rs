@@ -39,11 +39,9 @@ pub fn tunnel(passed: Option<OwnedFd>, channel: Channel, op: &Tunnel) -> Result<
             let socket = UnixStream::from(fd);
             let host = socket.try_clone().map_err(|e| Failure::io(&e, "tunnel"))?;
             let back = host.try_clone().map_err(|e| Failure::io(&e, "tunnel"))?;
-            both(
-                (File::from(OwnedFd::from(host)), stream),
-                (other, File::from(OwnedFd::from(back))),
-                move || socket.shutdown(Shutdown::Write),
-            )
+            both((File::from(OwnedFd::from(host)), stream), (other, File::from(OwnedFd::from(back))), move || {
+                socket.shutdown(Shutdown::Write)
+            })
         }
         None => both((channel.clone(), stream), (other, channel), || Ok(())),
     };

@@ -207,7 +207,8 @@ impl<R: Read> Stream<R> {
             let number = |range: std::ops::Range<usize>, what: &str| {
                 tar::number(&header[range]).ok_or_else(|| broken(format!("entry {named}: bad {what}")))
             };
-            let size = u64::try_from(number(124..136, "size")?).map_err(|_| broken(format!("entry {named}: bad size")))?;
+            let size =
+                u64::try_from(number(124..136, "size")?).map_err(|_| broken(format!("entry {named}: bad size")))?;
             let kind = header[156];
             match kind {
                 b'x' | b'g' | b'L' | b'K' => {
@@ -219,7 +220,9 @@ impl<R: Read> Stream<R> {
                     match kind {
                         b'L' => extended.name = Some(tar::until_nul(&bytes).to_vec()),
                         b'K' => extended.link = Some(tar::until_nul(&bytes).to_vec()),
-                        b'x' => extended.read(&bytes).ok_or_else(|| broken(format!("entry {named}: bad extended header")))?,
+                        b'x' => extended
+                            .read(&bytes)
+                            .ok_or_else(|| broken(format!("entry {named}: bad extended header")))?,
                         // For the whole archive: nothing in it that we use.
                         _ => {}
                     }
@@ -454,7 +457,10 @@ impl Unpacker {
             b'3' | b'4' | b'V' | b'M' => Rc::clone(&self.tree.root),
             _ => self.tree.directory(above).map_err(fail)?,
         };
-        let times = Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: rfs::UTIME_OMIT }, last_modification: entry.mtime };
+        let times = Timestamps {
+            last_access: Timespec { tv_sec: 0, tv_nsec: rfs::UTIME_OMIT },
+            last_modification: entry.mtime,
+        };
         let mut unread = entry.size;
         match kind {
             b'0' | 0 | b'7' | b'S' => {
@@ -499,11 +505,13 @@ impl Unpacker {
             b'1' => {
                 let target = components(&entry.link)
                     .map_err(|f| broken(format!("entry {}: link target: {}", text(&entry.name), f.message)))?;
-                let (target_name, target_above) =
-                    target.split_last().ok_or_else(|| broken(format!("entry {}: empty link target", text(&entry.name))))?;
+                let (target_name, target_above) = target
+                    .split_last()
+                    .ok_or_else(|| broken(format!("entry {}: empty link target", text(&entry.name))))?;
                 if target != parts {
                     let from = self.tree.directory(target_above).map_err(fail)?;
-                    replacing(&dir, name, || linkat(&from, *target_name, &dir, *name, AtFlags::empty())).map_err(fail)?;
+                    replacing(&dir, name, || linkat(&from, *target_name, &dir, *name, AtFlags::empty()))
+                        .map_err(fail)?;
                 }
                 self.done.files += 1;
             }

@@ -65,7 +65,13 @@ impl Database {
         self.passwd.split(|&b| b == b'\n').filter_map(|line| {
             let fields: Vec<&[u8]> = line.split(|&b| b == b':').collect();
             let [name, _, uid, gid, _, home, shell] = fields[..] else { return None };
-            Some(User { name: name.into(), uid: number(uid)?, gid: number(gid)?, home: home.into(), shell: shell.into() })
+            Some(User {
+                name: name.into(),
+                uid: number(uid)?,
+                gid: number(gid)?,
+                home: home.into(),
+                shell: shell.into(),
+            })
         })
     }
 
@@ -141,7 +147,8 @@ mod tests {
 
     fn database() -> Database {
         Database {
-            passwd: b"root:x:0:0:root:/root:/bin/bash\nbroken\nann:x:1001:1001::/home/ann:/bin/sh\n77:x:5:5::/x:\n".to_vec(),
+            passwd: b"root:x:0:0:root:/root:/bin/bash\nbroken\nann:x:1001:1001::/home/ann:/bin/sh\n77:x:5:5::/x:\n"
+                .to_vec(),
             group: b"root:x:0:\nann:x:1001:\nwheel:x:10:bob,ann\nann2:x:11:annie\n".to_vec(),
         }
     }

@@ -58,7 +58,14 @@ fn capabilities_are_the_listed_ones() {
 #[test]
 fn pid_1_is_out_of_reach() {
     let Some(mut guest) = machine() else { return };
-    for exec in [sh("cat /proc/1/environ"), sh("readlink /proc/1/fd/3"), sh("cat /proc/1/mem"), sh("readlink /proc/1/exe"), sh("cat /proc/1/maps"), sh("kill -9 1; kill -TERM 1; kill -STOP 1; false")] {
+    for exec in [
+        sh("cat /proc/1/environ"),
+        sh("readlink /proc/1/fd/3"),
+        sh("cat /proc/1/mem"),
+        sh("readlink /proc/1/exe"),
+        sh("cat /proc/1/maps"),
+        sh("kill -9 1; kill -TERM 1; kill -STOP 1; false"),
+    ] {
         for exec in [exec.clone(), as_root(exec)] {
             let outcome = guest.exec(exec.clone());
             assert!(outcome.code() != Some(0) && outcome.out.is_empty(), "{exec:?} {outcome:?}");
@@ -72,12 +79,16 @@ fn pid_1_is_out_of_reach() {
 #[test]
 fn closed_calls_are_closed_for_root_too() {
     let Some(mut guest) = machine() else { return };
-    for exec in [sh("unshare -U true"), sh("unshare -n true"), sh("mount -t tmpfs none /mnt"), sh("chroot / unshare -m true")] {
+    for exec in
+        [sh("unshare -U true"), sh("unshare -n true"), sh("mount -t tmpfs none /mnt"), sh("chroot / unshare -m true")]
+    {
         let outcome = guest.exec(as_root(exec.clone()));
         assert_ne!(outcome.code(), Some(0), "{exec:?}");
     }
     let call = |number: i64, a: u64| {
-        format!("import ctypes; l=ctypes.CDLL(None,use_errno=True); r=l.syscall(ctypes.c_long({number}),ctypes.c_long({a}),0,0,0,0,0); print(r, ctypes.get_errno())")
+        format!(
+            "import ctypes; l=ctypes.CDLL(None,use_errno=True); r=l.syscall(ctypes.c_long({number}),ctypes.c_long({a}),0,0,0,0,0); print(r, ctypes.get_errno())"
+        )
     };
     let cases = [
         (libc::SYS_clone3, 0, "-1 38\n"),
@@ -105,7 +116,8 @@ fn users_are_who_they_should_be() {
     assert_eq!(guest.exec(sh("id -u; id -g; id -G; echo $HOME")).ok().text().lines().next(), Some("65534"));
     let outcome = guest.exec(Exec { user: Some("0".into()), ..sh("id -u; echo $HOME $USER $LOGNAME") });
     assert_eq!(outcome.ok().text(), "0\n/root root root\n");
-    let mine = Exec { user: Some("1234:77".into()), env: vec![env("HOME", "/x")], ..sh("id -u; id -g; id -G; echo $HOME") };
+    let mine =
+        Exec { user: Some("1234:77".into()), env: vec![env("HOME", "/x")], ..sh("id -u; id -g; id -G; echo $HOME") };
     assert_eq!(guest.exec(mine).ok().text(), "1234\n77\n77\n/x\n");
     // The directory is entered as the user.
     let dir = tempfile::tempdir().unwrap();
@@ -133,7 +145,8 @@ fn a_user_namespace_is_enough() {
     if machine().is_none() {
         return;
     }
-    let mut guest = Guest::boot_user_namespace(Boot { user: "1000:1000".into(), cwd: b"/".to_vec(), ..Boot::default() });
+    let mut guest =
+        Guest::boot_user_namespace(Boot { user: "1000:1000".into(), cwd: b"/".to_vec(), ..Boot::default() });
     let line = "id -u; grep -E '^(CapBnd|Seccomp):' /proc/self/status | tr '\\t\\n' ' '; cat /proc/self/oom_score_adj; cat /proc/1/environ || echo closed";
     let want = "CapBnd: 00000000800404fb Seccomp: 2 500\nclosed\n";
     assert_eq!(guest.exec(sh(line)).ok().text(), format!("1000\n{want}"));
@@ -172,7 +185,8 @@ fn everyday_tools_work_under_the_filter() {
         }
         let user = (program == "sudo").then(|| "root".to_owned());
         let env = ["HOME", "TMPDIR"].map(|name| env(name, dir.path().as_os_str().as_encoded_bytes())).to_vec();
-        let outcome = guest.exec(Exec { shell: Some(line.to_owned()), cwd: Some(cwd.clone()), env, user, ..Exec::default() });
+        let outcome =
+            guest.exec(Exec { shell: Some(line.to_owned()), cwd: Some(cwd.clone()), env, user, ..Exec::default() });
         assert_eq!(outcome.code(), Some(0), "{line}: {}", String::from_utf8_lossy(&outcome.err));
     }
 }

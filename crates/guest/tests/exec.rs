@@ -172,7 +172,8 @@ fn a_script_without_its_interpreter_is_not_taken_for_missing() {
 #[test]
 fn environment_values_travel_byte_for_byte() {
     let mut guest = Guest::new();
-    let values = [b"x'y\"z $HOME `id` %s".to_vec(), b"two\nlines".to_vec(), Vec::new(), vec![b'v'; 100 << 10], vec![0xff, 0xfe]];
+    let values =
+        [b"x'y\"z $HOME `id` %s".to_vec(), b"two\nlines".to_vec(), Vec::new(), vec![b'v'; 100 << 10], vec![0xff, 0xfe]];
     let entries: Vec<_> = values.iter().enumerate().map(|(i, v)| env(format!("V{i}"), v)).collect();
     let outcome = guest.exec(Exec { env: entries, ..argv(&["cat", "/proc/self/environ"]) });
     for (i, value) in values.iter().enumerate() {
@@ -222,7 +223,8 @@ fn signals_reach_the_leader_or_its_group() {
 #[test]
 fn a_terminal_is_one() {
     let mut guest = Guest::new();
-    let exec = Exec { pty_rows: 30, pty_cols: 100, ..sh("tty >/dev/null && stty size; read x; stty size; echo got $x; cat") };
+    let exec =
+        Exec { pty_rows: 30, pty_cols: 100, ..sh("tty >/dev/null && stty size; read x; stty size; echo got $x; cat") };
     let stream = guest.request(Op::Exec(exec), &[]);
     assert!(matches!(guest.event(stream), trialrun_guest_proto::EventKind::Started(_)));
     assert_eq!(&guest.frame(stream).payload[..], b"30 100\r\n");

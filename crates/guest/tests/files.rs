@@ -162,7 +162,8 @@ fn a_running_program_can_be_replaced_and_a_link_is_written_through() {
     let (dir, mut guest) = start();
     let program = dir.path().join("sleep");
     fs::copy("/bin/sleep", &program).unwrap();
-    let stream = guest.request(Op::Exec(trialrun_guest_proto::Exec { user: Some("0".into()), ..argv(&["./sleep", "100"]) }), &[]);
+    let stream = guest
+        .request(Op::Exec(trialrun_guest_proto::Exec { user: Some("0".into()), ..argv(&["./sleep", "100"]) }), &[]);
     guest.event(stream);
     guest.upload(Op::Write(write("sleep", 3)), b"new").ok();
     assert_eq!(fs::read(&program).unwrap(), b"new");
@@ -184,7 +185,17 @@ fn odd_names_come_back_exactly() {
     let (dir, mut guest) = start();
     let long = [b'n'; 255];
     let odd: [&[u8]; 12] = [
-        b"caf\xc3\xa9", b"cafe\xcc\x81", b"\xff\xfe", b"new\nline", b"-rf", &long, b".wh.x", b"con", b"dot.", b"space ", b"*",
+        b"caf\xc3\xa9",
+        b"cafe\xcc\x81",
+        b"\xff\xfe",
+        b"new\nline",
+        b"-rf",
+        &long,
+        b".wh.x",
+        b"con",
+        b"dot.",
+        b"space ",
+        b"*",
         b".hidden",
     ];
     for name in odd {
@@ -217,7 +228,14 @@ fn errors_have_their_kind() {
     let (dir, mut guest) = start();
     fs::write(dir.path().join("f"), "x").unwrap();
     fs::create_dir(dir.path().join("d")).unwrap();
-    rustix::fs::mknodat(rustix::fs::CWD, dir.path().join("fifo"), rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR, 0).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        dir.path().join("fifo"),
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR,
+        0,
+    )
+    .unwrap();
     let path = |p: &str| GuestPath { path: p.into() };
     let read = |p: &str| Op::Read(Read { path: p.into(), ..Read::default() });
     let remove = |p: &str, recursive, missing_ok| Op::Remove(Remove { path: p.into(), recursive, missing_ok });
@@ -234,7 +252,10 @@ fn errors_have_their_kind() {
         (remove("/", true, false), FailKind::Denied),
         (Op::Rename(Rename { from: b"nope".to_vec(), to: b"x".to_vec() }), FailKind::NotFound),
         (Op::Mkdir(Mkdir { path: b"f/d".to_vec(), ..Mkdir::default() }), FailKind::WrongType),
-        (Op::Mkdir(Mkdir { path: b"x".to_vec(), owner: Some("nobody42".into()), ..Mkdir::default() }), FailKind::UnknownUser),
+        (
+            Op::Mkdir(Mkdir { path: b"x".to_vec(), owner: Some("nobody42".into()), ..Mkdir::default() }),
+            FailKind::UnknownUser,
+        ),
         (Op::TarDown(TarDown { path: b"nope".to_vec(), ..TarDown::default() }), FailKind::NotFound),
         (Op::TarDown(TarDown { path: b"fifo".to_vec(), ..TarDown::default() }), FailKind::WrongType),
         (Op::Tunnel(Tunnel { port: 70_000 }), FailKind::BadRequest),
@@ -330,7 +351,8 @@ fn a_tree_survives_down_and_up() {
     std::os::unix::fs::FileExt::write_all_at(&sparse, &pattern(1 << 20), 50 << 20).unwrap();
     sparse.set_len(100 << 20).unwrap();
     fs::set_permissions(src.join("node_modules"), fs::Permissions::from_mode(0o750)).unwrap();
-    rustix::fs::mknodat(rustix::fs::CWD, src.join("fifo"), rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR, 0).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, src.join("fifo"), rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR, 0)
+        .unwrap();
 
     for compression in ["", "zstd", "gzip"] {
         let down = TarDown { path: b"src".to_vec(), compression: compression.into() };
@@ -342,7 +364,11 @@ fn a_tree_survives_down_and_up() {
         let up = TarUp { compression: compression.into(), ..tar_up(&dest) };
         guest.upload(Op::TarUp(up), &outcome.out).ok();
         let dest = dir.path().join(dest);
-        let diff = std::process::Command::new("diff").args(["-r", "--no-dereference", "-x", "fifo"]).args([&src, &dest]).output().unwrap();
+        let diff = std::process::Command::new("diff")
+            .args(["-r", "--no-dereference", "-x", "fifo"])
+            .args([&src, &dest])
+            .output()
+            .unwrap();
         assert!(diff.status.success(), "{}", String::from_utf8_lossy(&diff.stdout));
         let meta = |name: &str| fs::symlink_metadata(dest.join(name)).unwrap();
         assert_eq!(meta("run.sh").mode() & 0o7777, 0o4755);
@@ -351,7 +377,11 @@ fn a_tree_survives_down_and_up() {
         assert!(meta("sparse").blocks() * 512 < 3 << 20);
         for name in ["run.sh", "pkg", "a", ""] {
             let original = fs::symlink_metadata(src.join(name)).unwrap();
-            assert_eq!((meta(name).mtime(), meta(name).mtime_nsec()), (original.mtime(), original.mtime_nsec()), "{name}");
+            assert_eq!(
+                (meta(name).mtime(), meta(name).mtime_nsec()),
+                (original.mtime(), original.mtime_nsec()),
+                "{name}"
+            );
         }
         if is_root() {
             assert_eq!((meta("pkg").uid(), meta("a").uid(), meta("sparse").gid()), (1001, 1001, 1002));
@@ -377,7 +407,8 @@ fn archives_are_understood_by_gnu_tar_and_the_other_way_round() {
     };
 
     let archive = dir.path().join("down.tar");
-    fs::write(&archive, guest.call(Op::TarDown(TarDown { path: b"src".to_vec(), ..TarDown::default() })).ok().out).unwrap();
+    fs::write(&archive, guest.call(Op::TarDown(TarDown { path: b"src".to_vec(), ..TarDown::default() })).ok().out)
+        .unwrap();
     let out = dir.path().join("gnu");
     fs::create_dir(&out).unwrap();
     let tar = std::process::Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(&out).status().unwrap();
@@ -391,13 +422,25 @@ fn archives_are_understood_by_gnu_tar_and_the_other_way_round() {
     assert_eq!(listed[0], b"./");
     assert_eq!(listed.len(), 5);
 
-    for (i, options) in
-        [&["--format=gnu", "-S"][..], &["--format=posix", "-S"], &["--format=posix", "-S", "--sparse-version=0.1"], &["--format=posix", "-S", "--sparse-version=0.0"], &["--format=v7", "--exclude=nnn*"]]
-            .iter()
-            .enumerate()
+    for (i, options) in [
+        &["--format=gnu", "-S"][..],
+        &["--format=posix", "-S"],
+        &["--format=posix", "-S", "--sparse-version=0.1"],
+        &["--format=posix", "-S", "--sparse-version=0.0"],
+        &["--format=v7", "--exclude=nnn*"],
+    ]
+    .iter()
+    .enumerate()
     {
         let archive = dir.path().join("up.tar");
-        let tar = std::process::Command::new("tar").args(*options).arg("-cf").arg(&archive).arg("-C").arg(&src).arg(".").output();
+        let tar = std::process::Command::new("tar")
+            .args(*options)
+            .arg("-cf")
+            .arg(&archive)
+            .arg("-C")
+            .arg(&src)
+            .arg(".")
+            .output();
         assert!(tar.unwrap().status.success(), "{options:?}");
         guest.upload(Op::TarUp(tar_up(&format!("up{i}"))), &fs::read(&archive).unwrap()).ok();
         let up = dir.path().join(format!("up{i}"));
@@ -440,7 +483,10 @@ fn hostile_archives_stay_below_the_destination() {
         ("dotdot", vec![entry(b"../outside/x", T::Regular, "", b"x")]),
         ("inner dotdot", vec![entry(b"a/../../outside/x", T::Regular, "", b"x")]),
         ("through a link", vec![entry(b"l", T::Symlink, target, b""), entry(b"l/x", T::Regular, "", b"x")]),
-        ("through a relative link", vec![entry(b"l", T::Symlink, "../outside", b""), entry(b"l/x", T::Regular, "", b"x")]),
+        (
+            "through a relative link",
+            vec![entry(b"l", T::Symlink, "../outside", b""), entry(b"l/x", T::Regular, "", b"x")],
+        ),
         ("directory through a link", vec![entry(b"l", T::Symlink, target, b""), entry(b"l/x", T::Directory, "", b"")]),
         ("hard link out", vec![entry(b"h", T::Link, "../outside/secret", b""), entry(b"h", T::Regular, "", b"x")]),
         ("hard link through a link", vec![entry(b"l", T::Symlink, target, b""), entry(b"h", T::Link, "l/secret", b"")]),
@@ -455,7 +501,8 @@ fn hostile_archives_stay_below_the_destination() {
         assert_eq!(fs::read(outside.join("secret")).unwrap(), b"secret", "{what}");
     }
     // A file over a link replaces the link, not its target.
-    let over = [entry(b"l", T::Symlink, &format!("{target}/secret"), b""), entry(b"l", T::Regular, "", b"new")].concat();
+    let over =
+        [entry(b"l", T::Symlink, &format!("{target}/secret"), b""), entry(b"l", T::Regular, "", b"new")].concat();
     guest.upload(Op::TarUp(tar_up("over")), &[over, END.to_vec()].concat()).ok();
     assert_eq!(fs::read(dir.path().join("over/l")).unwrap(), b"new");
     assert_eq!(fs::read(outside.join("secret")).unwrap(), b"secret");

@@ -43,13 +43,15 @@ impl Sources {
 
     fn parse(release: &str, targets: &str, options: &str, exists: impl Fn(&str) -> bool) -> Result<Self, BuildError> {
         let none = |why: &str| BuildError::NoSources { why: why.to_owned() };
-        let codename = os_release(release, "VERSION_CODENAME").ok_or_else(|| none("os-release has no VERSION_CODENAME"))?;
+        let codename =
+            os_release(release, "VERSION_CODENAME").ok_or_else(|| none("os-release has no VERSION_CODENAME"))?;
         let id = os_release(release, "ID").unwrap_or_default();
         let (vendor, keyring) = KEYRINGS
             .into_iter()
             .find(|(vendor, _)| *vendor == id)
             .ok_or_else(|| none(&format!("os-release says ID={id}")))?;
-        let targets: Vec<[&str; 4]> = targets.lines().filter_map(|l| l.split('\t').collect::<Vec<_>>().try_into().ok()).collect();
+        let targets: Vec<[&str; 4]> =
+            targets.lines().filter_map(|l| l.split('\t').collect::<Vec<_>>().try_into().ok()).collect();
         // The origin is in lists that were fetched; a host whose lists were removed only knows the release's name.
         let known = |origin: &str| !origin.is_empty() && !origin.starts_with('$');
         let any_known = targets.iter().any(|[.., origin]| known(origin));
@@ -74,7 +76,8 @@ impl Sources {
         if lines.is_empty() {
             return Err(none(&format!("apt has no source of {vendor} {codename}")));
         }
-        let wanted = ["Acquire::http::", "Acquire::https::", "Acquire::Check-", "Acquire::Retries ", "Acquire::ForceIPv"];
+        let wanted =
+            ["Acquire::http::", "Acquire::https::", "Acquire::Check-", "Acquire::Retries ", "Acquire::ForceIPv"];
         let options = options.lines().filter(|l| wanted.iter().any(|w| l.starts_with(w))).map(str::to_owned).collect();
         Ok(Self { codename, lines, keyring: exists(keyring).then(|| keyring.to_owned()), options })
     }
@@ -142,12 +145,15 @@ mod tests {
         let targets = "http://m.test/debian/\tbookworm\tmain\tDebian\nhttp://m.test/debian/\tbookworm\tnon-free\tDebian\n\
                        http://u:p@m.test/sec/\tbookworm-security\tmain\tDebian\nhttps://other.test/\tbookworm\tmain\tOther\n\
                        http://m.test/debian/\tbookworm-backports\tmain\tDebian Backports\n";
-        let options = "Acquire::http::Proxy \"http://p.test\";\nAcquire::Languages \"none\";\nAcquire::Check-Date \"false\";\n";
+        let options =
+            "Acquire::http::Proxy \"http://p.test\";\nAcquire::Languages \"none\";\nAcquire::Check-Date \"false\";\n";
         let sources = Sources::parse(DEBIAN, targets, options, |_| true).unwrap();
         let key = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]";
         assert_eq!(
             sources.list(),
-            format!("deb {key} http://m.test/debian/ bookworm main\ndeb {key} http://u:p@m.test/sec/ bookworm-security main\n")
+            format!(
+                "deb {key} http://m.test/debian/ bookworm main\ndeb {key} http://u:p@m.test/sec/ bookworm-security main\n"
+            )
         );
         assert!(!sources.list_for_image().contains("u:p"));
         assert_eq!(sources.options, ["Acquire::http::Proxy \"http://p.test\";", "Acquire::Check-Date \"false\";"]);

@@ -1,7 +1,10 @@
 //! Building a named image exactly once, however many processes ask for it at the same time.
 
 use crate::ImageConfig;
-use std::{io, path::{Path, PathBuf}};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// What a build says about itself on the way.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +22,9 @@ pub enum BuildError {
     #[error("building an image needs root; run it with sudo, or use the host's own system (--image host)")]
     NotRoot,
     /// A program is not installed.
-    #[error("the program {program} is missing; run: apt-get install {package} (or use the host's own system: --image host)")]
+    #[error(
+        "the program {program} is missing; run: apt-get install {package} (or use the host's own system: --image host)"
+    )]
     ProgramMissing {
         /// Its name.
         program: &'static str,
@@ -27,7 +32,9 @@ pub enum BuildError {
         package: &'static str,
     },
     /// The host is no Debian or Ubuntu, or apt has no sources.
-    #[error("no Debian or Ubuntu package source is configured on this host ({why}); use the host's own system: --image host")]
+    #[error(
+        "no Debian or Ubuntu package source is configured on this host ({why}); use the host's own system: --image host"
+    )]
     NoSources {
         /// What was looked for.
         why: String,

@@ -16,7 +16,10 @@ use std::{
     ffi::OsString,
     fs::File,
     io::{self, Read},
-    os::unix::{ffi::OsStrExt, fs::{FileTypeExt, MetadataExt}},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileTypeExt, MetadataExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -202,19 +205,31 @@ mod tests {
         let changes: Vec<Change> = vec![
             ("content", Box::new(|r| std::fs::write(r.join("a/b"), "CONTENT").unwrap())),
             ("size", Box::new(|r| std::fs::write(r.join("a/b"), "content2").unwrap())),
-            ("mode", Box::new(|r| std::fs::set_permissions(r.join("a/b"), std::fs::Permissions::from_mode(0o4755)).unwrap())),
-            ("mode of the root", Box::new(|r| std::fs::set_permissions(r, std::fs::Permissions::from_mode(0o700)).unwrap())),
+            (
+                "mode",
+                Box::new(|r| std::fs::set_permissions(r.join("a/b"), std::fs::Permissions::from_mode(0o4755)).unwrap()),
+            ),
+            (
+                "mode of the root",
+                Box::new(|r| std::fs::set_permissions(r, std::fs::Permissions::from_mode(0o700)).unwrap()),
+            ),
             ("name", Box::new(|r| std::fs::rename(r.join("a-b"), r.join("a-c")).unwrap())),
-            ("target", Box::new(|r| {
-                std::fs::remove_file(r.join("l")).unwrap();
-                std::os::unix::fs::symlink("b", r.join("l")).unwrap();
-            })),
+            (
+                "target",
+                Box::new(|r| {
+                    std::fs::remove_file(r.join("l")).unwrap();
+                    std::os::unix::fs::symlink("b", r.join("l")).unwrap();
+                }),
+            ),
             ("removal", Box::new(|r| std::fs::remove_file(r.join("a-b")).unwrap())),
-            ("type", Box::new(|r| {
-                std::fs::remove_file(r.join("a-b")).unwrap();
-                std::fs::create_dir(r.join("a-b")).unwrap();
-                std::fs::set_permissions(r.join("a-b"), std::fs::Permissions::from_mode(0o644)).unwrap();
-            })),
+            (
+                "type",
+                Box::new(|r| {
+                    std::fs::remove_file(r.join("a-b")).unwrap();
+                    std::fs::create_dir(r.join("a-b")).unwrap();
+                    std::fs::set_permissions(r.join("a-b"), std::fs::Permissions::from_mode(0o644)).unwrap();
+                }),
+            ),
         ];
         let plain = tree_digest(make(&["a/b", "a-b", "l"]).path()).unwrap();
         let mut seen = std::collections::BTreeSet::from([plain]);
@@ -250,7 +265,8 @@ mod tests {
         std::os::unix::fs::lchown(dir.path().join("l"), Some(5), Some(6)).unwrap();
         assert!(seen.insert(tree_digest(dir.path()).unwrap()), "gid");
         for value in [&b"1"[..], b"2"] {
-            rustix::fs::lsetxattr(dir.path().join("a/b"), "trusted.test", value, rustix::fs::XattrFlags::empty()).unwrap();
+            rustix::fs::lsetxattr(dir.path().join("a/b"), "trusted.test", value, rustix::fs::XattrFlags::empty())
+                .unwrap();
             assert!(seen.insert(tree_digest(dir.path()).unwrap()), "extended attribute");
         }
         for minor in [3, 5] {

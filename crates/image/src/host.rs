@@ -27,16 +27,42 @@ const LAYOUT: &str = "trialrun host skeleton 1";
 
 /// Names in `/etc` that are copied, files and directories. A trailing `*` stands for any end of the name.
 const ETC: [&str; 25] = [
-    "alternatives", "bash.bashrc", "bash_completion", "ca-certificates", "ca-certificates.conf", "debian_version", "default/locale",
-    "host.conf", "inputrc", "ld.so.*", "localtime", "lsb-release", "magic", "mime.types", "networks", "os-release", "profile",
-    "profile.d", "protocols", "python3*", "rpc", "services", "ssl/certs", "terminfo", "timezone",
+    "alternatives",
+    "bash.bashrc",
+    "bash_completion",
+    "ca-certificates",
+    "ca-certificates.conf",
+    "debian_version",
+    "default/locale",
+    "host.conf",
+    "inputrc",
+    "ld.so.*",
+    "localtime",
+    "lsb-release",
+    "magic",
+    "mime.types",
+    "networks",
+    "os-release",
+    "profile",
+    "profile.d",
+    "protocols",
+    "python3*",
+    "rpc",
+    "services",
+    "ssl/certs",
+    "terminfo",
+    "timezone",
 ];
 /// Larger files than this are no configuration of programs. The certificate bundle has about 220 KB.
 const LARGEST: u64 = 8 << 20;
 
 /// Places below `/usr` that hold the host's own configuration or keys.
 const MASKS: [&str; 6] = [
-    "usr/local/etc", "usr/local/var", "usr/lib/ssl/private", "usr/share/ssl/private", "usr/local/ssl/private",
+    "usr/local/etc",
+    "usr/local/var",
+    "usr/lib/ssl/private",
+    "usr/share/ssl/private",
+    "usr/local/ssl/private",
     "usr/local/share/ssl/private",
 ];
 
@@ -130,7 +156,10 @@ struct Source {
 }
 
 enum Kind {
-    Dir { mtime: (i64, i64), mode: u32 },
+    Dir {
+        mtime: (i64, i64),
+        mode: u32,
+    },
     /// Not looked at: a link changes only by being replaced, which changes its directory's time. Most of the list's
     /// entries are links (alternatives, certificates), and a start waits for this.
     Link,
@@ -201,7 +230,13 @@ fn key(sources: &[Source], tops: &[Top]) -> String {
         let numbers = match &source.kind {
             Kind::Link => [1, 0, 0, 0, 0],
             Kind::Dir { mtime: (s, n), mode } => [2, s.cast_unsigned(), n.cast_unsigned(), u64::from(*mode), 0],
-            Kind::File(m) => [m.len() << 8 | 3, m.mtime().cast_unsigned(), m.mtime_nsec().cast_unsigned(), u64::from(m.mode()), m.ino()],
+            Kind::File(m) => [
+                m.len() << 8 | 3,
+                m.mtime().cast_unsigned(),
+                m.mtime_nsec().cast_unsigned(),
+                u64::from(m.mode()),
+                m.ino(),
+            ],
         };
         for number in numbers {
             hash.update(number.to_le_bytes());
@@ -213,14 +248,37 @@ fn key(sources: &[Source], tops: &[Top]) -> String {
 fn build(tree: &Path, sources: &[Source], tops: &[Top]) -> Result<(), DirError> {
     // Dirs with their modes. `usr` and its kin get their place below.
     const DIRS: [(&str, u32); 27] = [
-        ("dev", 0o755), ("proc", 0o555), ("sys", 0o555), ("run", 0o755), ("run/lock", 0o1777), ("tmp", 0o1777), ("root", 0o700),
-        ("home", 0o755), ("mnt", 0o755), ("media", 0o755), ("opt", 0o755), ("srv", 0o755), ("workspace", 0o755), ("etc", 0o755),
-        ("var", 0o755), ("var/tmp", 0o1777), ("var/log", 0o755), ("var/cache", 0o755), ("var/lib", 0o755), ("var/lib/trialrun", 0o755),
-        ("var/lib/misc", 0o755), ("var/opt", 0o755), ("var/mail", 0o755), ("var/spool", 0o755), ("etc/default", 0o755),
-        ("etc/ssl", 0o755), ("etc/sudoers.d", 0o755),
+        ("dev", 0o755),
+        ("proc", 0o555),
+        ("sys", 0o555),
+        ("run", 0o755),
+        ("run/lock", 0o1777),
+        ("tmp", 0o1777),
+        ("root", 0o700),
+        ("home", 0o755),
+        ("mnt", 0o755),
+        ("media", 0o755),
+        ("opt", 0o755),
+        ("srv", 0o755),
+        ("workspace", 0o755),
+        ("etc", 0o755),
+        ("var", 0o755),
+        ("var/tmp", 0o1777),
+        ("var/log", 0o755),
+        ("var/cache", 0o755),
+        ("var/lib", 0o755),
+        ("var/lib/trialrun", 0o755),
+        ("var/lib/misc", 0o755),
+        ("var/opt", 0o755),
+        ("var/mail", 0o755),
+        ("var/spool", 0o755),
+        ("etc/default", 0o755),
+        ("etc/ssl", 0o755),
+        ("etc/sudoers.d", 0o755),
     ];
     let mode = |path: &Path, mode: u32| {
-        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).map_err(at("set the mode of", path))
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
+            .map_err(at("set the mode of", path))
     };
     mode(tree, 0o755)?;
     for (dir, mode) in DIRS {
@@ -403,7 +461,18 @@ mod tests {
         for file in files(image) {
             let text = file.to_str().unwrap();
             let name = file.file_name().unwrap().to_str().unwrap();
-            for dir in ["root/", "home/", "opt/", "srv/", "etc/ssh", "etc/shadow", "etc/gshadow", "etc/ssl/private", "etc/apt", "etc/cron"] {
+            for dir in [
+                "root/",
+                "home/",
+                "opt/",
+                "srv/",
+                "etc/ssh",
+                "etc/shadow",
+                "etc/gshadow",
+                "etc/ssl/private",
+                "etc/apt",
+                "etc/cron",
+            ] {
                 assert!(!text.starts_with(dir), "{text}");
             }
             assert!(!name.ends_with(".key") && name != "npmrc", "{text}");
@@ -479,10 +548,25 @@ mod tests {
         check_nothing_forbidden(&image);
         let files = files(&image);
         let has = |p: &str| files.contains(&PathBuf::from(p));
-        for there in ["etc/profile", "etc/python3.11/sitecustomize.py", "etc/ssl/certs/ca-certificates.crt", "bin", "workspace", "usr"] {
+        for there in [
+            "etc/profile",
+            "etc/python3.11/sitecustomize.py",
+            "etc/ssl/certs/ca-certificates.crt",
+            "bin",
+            "workspace",
+            "usr",
+        ] {
             assert!(has(there), "{there}");
         }
-        for absent in ["etc/ssl/certs/oops.pem", "etc/ssl/certs/secret.pem", "etc/ssl/private", "etc/profile.d/tokens.sh", "etc/shadow", "lib64", "usr/bin"] {
+        for absent in [
+            "etc/ssl/certs/oops.pem",
+            "etc/ssl/certs/secret.pem",
+            "etc/ssl/private",
+            "etc/profile.d/tokens.sh",
+            "etc/shadow",
+            "lib64",
+            "usr/bin",
+        ] {
             assert!(!has(absent), "{absent}");
         }
         let targets: Vec<_> = image.binds.iter().map(|b| b.target.to_str().unwrap()).collect();

@@ -21,8 +21,19 @@ use std::{
 };
 
 const PACKAGES: [&str; 13] = [
-    "python3", "python3-venv", "python3-pip", "python3-dev", "git", "curl", "ca-certificates", "sudo", "procps", "bash", "tar",
-    "zstd", "build-essential",
+    "python3",
+    "python3-venv",
+    "python3-pip",
+    "python3-dev",
+    "git",
+    "curl",
+    "ca-certificates",
+    "sudo",
+    "procps",
+    "bash",
+    "tar",
+    "zstd",
+    "build-essential",
 ];
 
 /// 2024-01-01: the time of every file that the build itself made. Part of each digest.
@@ -99,7 +110,12 @@ impl Builder for DebianPython {
 }
 
 impl DebianPython {
-    fn bootstrap(&self, sources: &Sources, tree: &Path, progress: &mut dyn FnMut(BuildProgress)) -> Result<(), BuildError> {
+    fn bootstrap(
+        &self,
+        sources: &Sources,
+        tree: &Path,
+        progress: &mut dyn FnMut(BuildProgress),
+    ) -> Result<(), BuildError> {
         let run = |program| move |source| BuildError::Run { program, source };
         // Without a parent mmdebstrap must not go on: the kernel tells it (prctl(2), PR_SET_PDEATHSIG).
         let mut command = Command::new("setpriv");
@@ -143,8 +159,15 @@ impl DebianPython {
         }
         let unpacked = tar.wait().map_err(run("tar"))?;
         // Of the two, tar's failure is the cause: it makes mmdebstrap fail by the closed pipe. Not the other way round.
-        if !unpacked.success() && !complaint.contains("does not look like a tar archive") && !complaint.contains("Unexpected EOF") {
-            return Err(BuildError::Failed { program: "tar", status: unpacked.to_string(), tail: complaint.trim().to_owned() });
+        if !unpacked.success()
+            && !complaint.contains("does not look like a tar archive")
+            && !complaint.contains("Unexpected EOF")
+        {
+            return Err(BuildError::Failed {
+                program: "tar",
+                status: unpacked.to_string(),
+                tail: complaint.trim().to_owned(),
+            });
         }
         if !status.success() || !unpacked.success() {
             return Err(BuildError::Failed { program: "mmdebstrap", status: status.to_string(), tail });
@@ -263,8 +286,16 @@ fn remove_traces(tree: &Path) -> Result<(), BuildError> {
         "etc/.pwd.lock",
     ];
     // Emptied of files; directories stay, because packages expect theirs.
-    const EMPTIED: [&str; 8] =
-        ["var/log", "var/cache/apt/archives", "var/lib/apt/lists", "run", "tmp", "var/tmp", "etc/apt/sources.list.d", "dev"];
+    const EMPTIED: [&str; 8] = [
+        "var/log",
+        "var/cache/apt/archives",
+        "var/lib/apt/lists",
+        "run",
+        "tmp",
+        "var/tmp",
+        "etc/apt/sources.list.d",
+        "dev",
+    ];
     for file in FILES {
         remove(&tree.join(file))?;
     }
@@ -290,7 +321,9 @@ fn remove_traces(tree: &Path) -> Result<(), BuildError> {
 
 fn remove(path: &Path) -> Result<(), BuildError> {
     match std::fs::remove_file(path) {
-        Err(e) if !matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Err(failed("remove", path)(e)),
+        Err(e) if !matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Err(failed("remove", path)(e))
+        }
         _ => Ok(()),
     }
 }
@@ -307,7 +340,9 @@ fn list(dir: &Path) -> Result<Vec<PathBuf>, BuildError> {
     if !dir.symlink_metadata().is_ok_and(|m| m.is_dir()) {
         return Ok(Vec::new());
     }
-    std::fs::read_dir(dir).and_then(|entries| entries.map(|e| e.map(|e| e.path())).collect()).map_err(failed("list", dir))
+    std::fs::read_dir(dir)
+        .and_then(|entries| entries.map(|e| e.map(|e| e.path())).collect())
+        .map_err(failed("list", dir))
 }
 
 /// Cuts every time of change after the epoch to the epoch. Deepest first: nothing below changes a directory afterwards.
@@ -390,7 +425,8 @@ mod tests {
     fn child_bootstraps() {
         if let Some(dir) = std::env::var_os(CHILD_ENV) {
             let dir = Path::new(&dir);
-            let _ = bootstrap(&DebianPython { program: dir.join("fake-mmdebstrap") }, &dir.join("tree"), &mut Vec::new());
+            let _ =
+                bootstrap(&DebianPython { program: dir.join("fake-mmdebstrap") }, &dir.join("tree"), &mut Vec::new());
         }
     }
 
@@ -402,7 +438,10 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("tree")).unwrap();
-        script(dir.path(), &format!("echo $$ > {0}/pid.new; mv {0}/pid.new {0}/pid; exec sleep 1000", dir.path().display()));
+        script(
+            dir.path(),
+            &format!("echo $$ > {0}/pid.new; mv {0}/pid.new {0}/pid; exec sleep 1000", dir.path().display()),
+        );
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "python::tests::child_bootstraps", "--ignored"])
             .env(CHILD_ENV, dir.path())
@@ -468,7 +507,14 @@ mod tests {
         assert_eq!(meta("etc/machine-id").len(), 0);
         assert!(meta("usr/bin/sudo").mode() & 0o4000 != 0);
         assert!(meta("usr/local/bin/python").is_symlink());
-        for gone in ["etc/resolv.conf", "etc/hostname", "etc/passwd-", "etc/apt/apt.conf.d/99mmdebstrap", "dev/null", "tmp/stale"] {
+        for gone in [
+            "etc/resolv.conf",
+            "etc/hostname",
+            "etc/passwd-",
+            "etc/apt/apt.conf.d/99mmdebstrap",
+            "dev/null",
+            "tmp/stale",
+        ] {
             assert!(std::fs::symlink_metadata(tree.join(gone)).is_err(), "{gone}");
         }
         let out = Command::new("/usr/sbin/chroot")
@@ -488,7 +534,12 @@ mod tests {
                       \x20       h = open(c, 'rb').read(16); s = os.stat(f); n += 1\n\
                       \x20       assert h[4:8] == bytes(4) and struct.unpack('<II', h[8:]) == (int(s.st_mtime), s.st_size), f\n\
                       print(n)";
-        let out = Command::new("/usr/sbin/chroot").arg(tree).args(["/usr/bin/python3", "-B", "-c", python]).env_clear().output().unwrap();
+        let out = Command::new("/usr/sbin/chroot")
+            .arg(tree)
+            .args(["/usr/bin/python3", "-B", "-c", python])
+            .env_clear()
+            .output()
+            .unwrap();
         assert!(out.status.success(), "compiled files are current: {out:?}");
         println!("current compiled files: {}", String::from_utf8_lossy(&out.stdout).trim());
     }

@@ -6,7 +6,10 @@ use crate::{
     dir::{DirError, Temp, at, private, put},
 };
 use sha2::{Digest, Sha256};
-use std::{net::IpAddr, path::{Path, PathBuf}};
+use std::{
+    net::IpAddr,
+    path::{Path, PathBuf},
+};
 
 /// Counts up when the layer's layout changes, so that older layers are not taken for new ones.
 const LAYOUT: &str = "trialrun runtime layer 1";
@@ -16,12 +19,18 @@ const LAYOUT: &str = "trialrun runtime layer 1";
 ///
 /// # Errors
 /// When the bundle can't be read or the cache directory can't be used.
-pub fn runtime_layer(cache_dir: &Path, ca_bundle: Option<&Path>, dns: IpAddr, hostname: &str) -> Result<PathBuf, DirError> {
+pub fn runtime_layer(
+    cache_dir: &Path,
+    ca_bundle: Option<&Path>,
+    dns: IpAddr,
+    hostname: &str,
+) -> Result<PathBuf, DirError> {
     let mut files = vec![
         ("etc/resolv.conf", format!("nameserver {dns}\noptions timeout:2 attempts:2\n").into_bytes()),
         (
             "etc/hosts",
-            format!("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{hostname}\n").into_bytes(),
+            format!("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{hostname}\n")
+                .into_bytes(),
         ),
         ("etc/hostname", format!("{hostname}\n").into_bytes()),
     ];
@@ -66,7 +75,10 @@ mod tests {
         std::fs::write(&bundle, "CERTIFICATES").unwrap();
         let make = |ca: Option<&Path>, host| runtime_layer(cache.path(), ca, [10, 0, 0, 1].into(), host).unwrap();
         let one = make(Some(&bundle), "h");
-        assert_eq!(std::fs::read_to_string(one.join("etc/resolv.conf")).unwrap(), "nameserver 10.0.0.1\noptions timeout:2 attempts:2\n");
+        assert_eq!(
+            std::fs::read_to_string(one.join("etc/resolv.conf")).unwrap(),
+            "nameserver 10.0.0.1\noptions timeout:2 attempts:2\n"
+        );
         assert!(std::fs::read_to_string(one.join("etc/hosts")).unwrap().contains("127.0.1.1\th\n"));
         assert_eq!(std::fs::read(one.join("etc/ssl/certs/ca-certificates.crt")).unwrap(), b"CERTIFICATES");
         assert_eq!(std::fs::metadata(&one).unwrap().mode() & 0o7777, 0o755);
@@ -84,13 +96,15 @@ mod tests {
     fn eight_threads_make_one_layer() {
         let cache = tempfile::tempdir().unwrap();
         let made: std::collections::BTreeSet<_> = std::thread::scope(|s| {
-            let threads: Vec<_> =
-                (0..8).map(|_| s.spawn(|| runtime_layer(cache.path(), None, [10, 0, 0, 1].into(), "h").unwrap())).collect();
+            let threads: Vec<_> = (0..8)
+                .map(|_| s.spawn(|| runtime_layer(cache.path(), None, [10, 0, 0, 1].into(), "h").unwrap()))
+                .collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
         assert_eq!(made.len(), 1);
         let left = std::fs::read_dir(cache.path().join("runtime")).unwrap();
-        let left: Vec<_> = left.map(|e| e.unwrap().file_name().into_string().unwrap()).filter(|n| n.starts_with(".tmp-")).collect();
+        let left: Vec<_> =
+            left.map(|e| e.unwrap().file_name().into_string().unwrap()).filter(|n| n.starts_with(".tmp-")).collect();
         assert_eq!(left, Vec::<String>::new());
     }
 

@@ -216,8 +216,14 @@ impl ImageStore {
         let created_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
-        let record =
-            ImageRecord { format: FORMAT, digest: digest.clone(), config, created_ms, bytes: totals.bytes, files: totals.files };
+        let record = ImageRecord {
+            format: FORMAT,
+            digest: digest.clone(),
+            config,
+            created_ms,
+            bytes: totals.bytes,
+            files: totals.files,
+        };
         write_atomic(&temp.path().join("image.json"), &json(&record))?;
         // A tree must never be found by its digest with files that a power cut emptied.
         File::open(&self.images)
@@ -238,7 +244,8 @@ impl ImageStore {
             let Some(hex) = name.to_str().filter(|n| n.len() == 64) else { continue };
             let digest = format!("sha256:{hex}");
             if let Some(record) = self.record(&digest)? {
-                let names = self.names().into_iter().filter(|n| self.name(n).is_ok_and(|d| d.as_ref() == Some(&digest)));
+                let names =
+                    self.names().into_iter().filter(|n| self.name(n).is_ok_and(|d| d.as_ref() == Some(&digest)));
                 found.push((record, names.collect()));
             }
         }
@@ -273,7 +280,9 @@ impl ImageStore {
         let mut left = 0;
         for name in self.names() {
             let file = self.name_file(&name);
-            if matches!(image, ImageRef::Named(asked) if *asked == name) || matches!(image, ImageRef::Digest(_)) && self.name(&name)?.as_ref() == Some(&digest) {
+            if matches!(image, ImageRef::Named(asked) if *asked == name)
+                || matches!(image, ImageRef::Digest(_)) && self.name(&name)?.as_ref() == Some(&digest)
+            {
                 std::fs::remove_file(&file).map_err(at("remove", &file))?;
             } else if self.name(&name)?.as_ref() == Some(&digest) {
                 left += 1;

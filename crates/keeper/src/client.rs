@@ -95,7 +95,9 @@ impl KeeperClient {
             match (whole.take(), reply) {
                 (_, Reply::Error(e)) => return Err(e),
                 (Some(parts), Reply::Done) => return Ok(parts),
-                (None, Reply::Done) if matches!(call, Call::File(crate::wire::FileOp::List(_) | crate::wire::FileOp::Glob { .. })) => {
+                (None, Reply::Done)
+                    if matches!(call, Call::File(crate::wire::FileOp::List(_) | crate::wire::FileOp::Glob { .. })) =>
+                {
                     return Ok(Reply::Files(Vec::new()));
                 }
                 (None, Reply::Done) if matches!(call, Call::Records(_)) => return Ok(Reply::Records(Vec::new(), 0)),

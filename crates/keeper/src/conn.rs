@@ -8,11 +8,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
 };
-use tokio::{
-    io::Interest,
-    net::UnixStream,
-    sync::Mutex,
-};
+use tokio::{io::Interest, net::UnixStream, sync::Mutex};
 use trialrun_guest_proto::frame::{Decoder, Frame, Kind, MAX_PAYLOAD, encode};
 use trialrun_sys::fdpass;
 
@@ -59,7 +55,8 @@ impl Receiver {
             }
             let (decoder, fds, stream) = (&mut self.decoder, &mut self.fds, &self.stream);
             stream.readable().await?;
-            let read = stream.try_io(Interest::READABLE, || fdpass::recv(stream.as_fd(), decoder.buffer(), READ_BYTES, fds));
+            let read =
+                stream.try_io(Interest::READABLE, || fdpass::recv(stream.as_fd(), decoder.buffer(), READ_BYTES, fds));
             match read {
                 Ok(0) => return Ok(None),
                 Ok(_) if fds.len() > MAX_WAITING_FDS => {

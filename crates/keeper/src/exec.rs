@@ -128,7 +128,9 @@ impl Exec {
     pub fn info(&self) -> ExecInfo {
         let command = match &self.spec.command {
             Command::Shell(line) => line.clone(),
-            Command::Argv(words) => words.iter().map(|w| String::from_utf8_lossy(w).into_owned()).collect::<Vec<_>>().join(" "),
+            Command::Argv(words) => {
+                words.iter().map(|w| String::from_utf8_lossy(w).into_owned()).collect::<Vec<_>>().join(" ")
+            }
         };
         ExecInfo {
             exec: self.id,
@@ -144,7 +146,8 @@ impl Exec {
     /// # Errors
     /// When stdin is closed or was never asked for.
     pub async fn write(&self, bytes: &[u8]) -> Result<(), CallError> {
-        let refuse = |why: &str| CallError { kind: CallErrorKind::Invalid, message: format!("exec {}: {why}", self.id) };
+        let refuse =
+            |why: &str| CallError { kind: CallErrorKind::Invalid, message: format!("exec {}: {why}", self.id) };
         // Taken out while writing, so that the borrow does not last over an await.
         let mut input = std::mem::replace(&mut *self.input.borrow_mut(), Input::Closed);
         let result = match &mut input {
@@ -218,7 +221,11 @@ fn request(spec: &ExecSpec) -> proto::Exec {
         argv,
         shell,
         cwd: spec.cwd.clone(),
-        env: spec.env.iter().map(|(name, value)| proto::EnvEntry { name: name.clone(), value: value.clone() }).collect(),
+        env: spec
+            .env
+            .iter()
+            .map(|(name, value)| proto::EnvEntry { name: name.clone(), value: value.clone() })
+            .collect(),
         user: spec.user.clone(),
         stdin: spec.stdin,
         pty_rows: spec.pty.map_or(0, |p| u32::from(p.rows.max(1))),
@@ -263,7 +270,8 @@ fn ended(exec: &Exec, status: Option<ExitStatus>, how: Ended, begun: Instant) ->
 type Readers = Option<(pipe::Receiver, pipe::Receiver)>;
 
 async fn start(exec: &Exec, machine: &SharedMachine, guest: &Rc<GuestLink>) -> Result<(Lines, Readers), Refusal> {
-    let ours = |what: &str, e: &dyn std::fmt::Display| Refusal { kind: RefusalKind::Other, message: format!("{what}: {e}") };
+    let ours =
+        |what: &str, e: &dyn std::fmt::Display| Refusal { kind: RefusalKind::Other, message: format!("{what}: {e}") };
     let slot = machine.borrow_mut().open_slot(exec.id).map_err(|e| ours("make the exec's cgroup", &e))?;
     let stdio = match exec.spec.pty {
         Some(_) => None,

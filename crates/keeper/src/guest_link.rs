@@ -90,7 +90,8 @@ impl GuestLink {
                     if lane.events > MAX_WAITING_EVENT_BYTES {
                         return Err(broken("the guest agent floods a stream with events"));
                     }
-                    let event = Event::decode(frame.payload).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+                    let event =
+                        Event::decode(frame.payload).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
                     // An event of a kind that this generation does not know.
                     let Some(kind) = event.kind else { continue };
                     Arrival::Event(kind)
@@ -134,7 +135,11 @@ impl GuestLink {
         self.next.set(stream.checked_add(1).unwrap_or(1));
         let request = Request { fds: fds.len() as u32, op: Some(op) }.encode_to_vec();
         if request.len() > trialrun_guest_proto::MAX_PAYLOAD {
-            let message = format!("the request is {} bytes long; the limit is {}", request.len(), trialrun_guest_proto::MAX_PAYLOAD);
+            let message = format!(
+                "the request is {} bytes long; the limit is {}",
+                request.len(),
+                trialrun_guest_proto::MAX_PAYLOAD
+            );
             return Err(CallError { kind: CallErrorKind::Invalid, message });
         }
         let lines = self.open(stream);

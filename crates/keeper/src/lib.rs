@@ -43,10 +43,10 @@ use trialrun_gateway::{Gateway, GatewayConfig, UpstreamProxy};
 use trialrun_guest_proto::{Boot, EnvEntry, frame::Kind};
 use trialrun_net::Cell;
 
-/// Where a machine's `resolv.conf` points.
-pub use trialrun_net::CELL_ADDRESS_V4 as CELL_DNS;
 /// The host's bundle of certificate authorities, if it has one.
 pub use trialrun_gateway::host_ca_bundle;
+/// Where a machine's `resolv.conf` points.
+pub use trialrun_net::CELL_ADDRESS_V4 as CELL_DNS;
 
 /// Name of the keeper's socket in its machine's directory.
 pub const SOCKET_NAME: &str = "socket";
@@ -58,7 +58,9 @@ pub const LOCK_NAME: &str = "lock";
 /// Opens what makes the first machine of a data directory costlier than the next, to be held as long as that matters.
 #[must_use]
 pub fn warm_layers(data_dir: &Path) -> Option<Box<dyn std::any::Any + Send>> {
-    trialrun_driver_container::layer::Pool::open(data_dir).ok().map(|pool| Box::new(pool) as Box<dyn std::any::Any + Send>)
+    trialrun_driver_container::layer::Pool::open(data_dir)
+        .ok()
+        .map(|pool| Box::new(pool) as Box<dyn std::any::Any + Send>)
 }
 
 /// Removes what dead machines of a data directory left; see [`trialrun_driver_container::recover`].
@@ -222,13 +224,18 @@ async fn keep(
         let link = GuestLink::new(guest_sender);
         let mut greetings = link.greetings();
         tokio::task::spawn_local(link.clone().run(guest_receiver));
-        let proxy = spec.upstream_proxy.as_ref().map(|url| UpstreamProxy::parse(url, spec.no_proxy.as_deref().unwrap_or_default()));
+        let proxy = spec
+            .upstream_proxy
+            .as_ref()
+            .map(|url| UpstreamProxy::parse(url, spec.no_proxy.as_deref().unwrap_or_default()));
         let upstream_proxy = proxy.transpose().map_err(|e| failure("use the host's HTTPS_PROXY", &e))?;
         let config = GatewayConfig { upstream_proxy, ..GatewayConfig::default() };
-        let gateway = Gateway::start(listeners, config, spec.policy.clone()).map_err(|e| failure("start the gateway", &e))?;
+        let gateway =
+            Gateway::start(listeners, config, spec.policy.clone()).map_err(|e| failure("start the gateway", &e))?;
         let listener = server::bind(dir).map_err(|e| failure("make the keeper's socket", &e))?;
         listener.set_nonblocking(true).map_err(|e| failure("make the keeper's socket", &e))?;
-        let listener = tokio::net::UnixListener::from_std(listener).map_err(|e| failure("make the keeper's socket", &e))?;
+        let listener =
+            tokio::net::UnixListener::from_std(listener).map_err(|e| failure("make the keeper's socket", &e))?;
         server::await_ready(&mut greetings).await.map_err(|e| failure("hear from the guest agent", &e))?;
         fault::point("keeper-ready").map_err(|e| failure("hear from the guest agent", &e))?;
         Ok((link, gateway, listener))

@@ -4,10 +4,7 @@
 //! the pipes waits when the follower is a window behind, so a followed exec gets back-pressure. Without a follower the
 //! log is a ring: its oldest bytes are dropped, and who asks for them is told how many.
 
-use std::{
-    cell::RefCell,
-    collections::VecDeque,
-};
+use std::{cell::RefCell, collections::VecDeque};
 use tokio::sync::Notify;
 
 /// Bytes kept of an exec that nobody follows, and the most that a follower can be behind.
@@ -82,7 +79,9 @@ impl OutputLog {
         state.end += bytes.len() as u64;
         match state.chunks.back_mut() {
             // Small writes are merged, so that a million one-byte chunks do not cost a million allocations.
-            Some((last, chunk)) if *last == channel && chunk.len() + bytes.len() <= 16 << 10 => chunk.extend_from_slice(bytes),
+            Some((last, chunk)) if *last == channel && chunk.len() + bytes.len() <= 16 << 10 => {
+                chunk.extend_from_slice(bytes)
+            }
             _ => state.chunks.push_back((channel, bytes.to_vec())),
         }
         // What a follower has not seen is never dropped; `push` bounds how much that is.

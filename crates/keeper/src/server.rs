@@ -261,14 +261,18 @@ impl Keeper {
             Call::File(op) => self.file(op, fd).await,
             Call::Tunnel(port) => {
                 let fd = fd.ok_or_else(|| internal("a tunnel needs a descriptor"))?;
-                let mut lines = self.guest.request(Op::Tunnel(proto::Tunnel { port: u32::from(port) }), &[fd.as_fd()]).await?;
+                let mut lines =
+                    self.guest.request(Op::Tunnel(proto::Tunnel { port: u32::from(port) }), &[fd.as_fd()]).await?;
                 // Started says that it is connected; Done comes when both directions have ended.
                 let _ = lines.event().await?;
-                tokio::task::spawn_local(async move { while lines.event().await.is_ok_and(|e| !matches!(e, EventKind::Done(_))) {} });
+                tokio::task::spawn_local(async move {
+                    while lines.event().await.is_ok_and(|e| !matches!(e, EventKind::Done(_))) {}
+                });
                 Ok(Reply::Done)
             }
             Call::SetEnv(env) => {
-                let entry = |(name, value): (String, String)| proto::EnvEntry { name: name.into(), value: value.into() };
+                let entry =
+                    |(name, value): (String, String)| proto::EnvEntry { name: name.into(), value: value.into() };
                 self.simple(Op::SetEnv(proto::SetEnv { env: env.into_iter().map(entry).collect() }), &[]).await
             }
             Call::SetPolicy(policy) => match &self.gateway {
@@ -309,7 +313,8 @@ impl Keeper {
     }
 
     async fn file(&self, op: FileOp, fd: Option<OwnedFd>) -> Result<Reply, CallError> {
-        let needs_fd = matches!(op, FileOp::Read { .. } | FileOp::Write { .. } | FileOp::TarUp { .. } | FileOp::TarDown { .. });
+        let needs_fd =
+            matches!(op, FileOp::Read { .. } | FileOp::Write { .. } | FileOp::TarUp { .. } | FileOp::TarDown { .. });
         if needs_fd != fd.is_some() {
             return Err(internal("the call and its descriptor do not fit"));
         }
@@ -473,7 +478,11 @@ pub async fn await_ready(lines: &mut Lines) -> Result<(), String> {
             match lines.next().await {
                 Ok(Arrival::Event(EventKind::Ready(ready))) if ready.generation == proto::GENERATION => return Ok(()),
                 Ok(Arrival::Event(EventKind::Ready(ready))) => {
-                    return Err(format!("the guest agent speaks generation {}, not {}", ready.generation, proto::GENERATION));
+                    return Err(format!(
+                        "the guest agent speaks generation {}, not {}",
+                        ready.generation,
+                        proto::GENERATION
+                    ));
                 }
                 Ok(_) => {}
                 Err(_) => return Err("the guest agent ended before its first word".to_owned()),
@@ -481,7 +490,9 @@ pub async fn await_ready(lines: &mut Lines) -> Result<(), String> {
         }
     };
     let patience = Duration::from_secs(20);
-    tokio::time::timeout(patience, wait).await.unwrap_or_else(|_| Err(format!("the guest agent said nothing for {patience:?}")))
+    tokio::time::timeout(patience, wait)
+        .await
+        .unwrap_or_else(|_| Err(format!("the guest agent said nothing for {patience:?}")))
 }
 
 /// This process's private memory in bytes (`Private_*` of smaps_rollup, proc(5)).

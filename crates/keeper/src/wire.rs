@@ -7,8 +7,8 @@
 
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
-pub use trialrun_driver::{Bind, Rootfs};
 use trialrun_driver::Usage;
+pub use trialrun_driver::{Bind, Rootfs};
 use trialrun_gateway::ConnectionRecord;
 use trialrun_model::{ExecId, ExecOutcome, ExecSpec, Isolation, Limits, LineageId, PtySize, SandboxId};
 use trialrun_policy::Policy;

@@ -67,7 +67,16 @@ impl ExecSpec {
     /// An exec of `command` with everything else at its default.
     #[must_use]
     pub fn new(command: Command) -> Self {
-        Self { command, cwd: None, env: Vec::new(), user: None, stdin: false, pty: None, deadline: None, kind: ExecKind::Exec }
+        Self {
+            command,
+            cwd: None,
+            env: Vec::new(),
+            user: None,
+            stdin: false,
+            pty: None,
+            deadline: None,
+            kind: ExecKind::Exec,
+        }
     }
 }
 

@@ -11,7 +11,9 @@ mod size;
 mod spec;
 mod state;
 
-pub use exec::{Command, Ended, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, PtySize, Refusal, RefusalKind};
+pub use exec::{
+    Command, Ended, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, PtySize, Refusal, RefusalKind,
+};
 pub use id::{ExecId, IdError, LineageId, SandboxId};
 pub use limits::{Limits, LimitsError};
 pub use size::{ByteSize, ByteSizeError};

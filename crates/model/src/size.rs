@@ -73,7 +73,9 @@ mod tests {
 
     #[test]
     fn sizes_read_as_people_write_them() {
-        for (text, want) in [("0", 0), ("512", 512), ("64K", 65_536), ("512m", 512 << 20), ("4GiB", 4 << 30), ("1TB", 1 << 40)] {
+        for (text, want) in
+            [("0", 0), ("512", 512), ("64K", 65_536), ("512m", 512 << 20), ("4GiB", 4 << 30), ("1TB", 1 << 40)]
+        {
             assert_eq!(text.parse(), Ok(ByteSize(want)), "{text}");
         }
         for text in ["", "x", "-1", "1.5G", "99999999999T", "G"] {

@@ -17,7 +17,5 @@ mod link;
 mod log;
 mod steer;
 
-pub use cell::{
-    CELL_ADDRESS_V4, CELL_ADDRESS_V6, Cell, CellError, CellListeners, DNS_PORT, TCP_PORT, is_listener,
-};
+pub use cell::{CELL_ADDRESS_V4, CELL_ADDRESS_V6, Cell, CellError, CellListeners, DNS_PORT, TCP_PORT, is_listener};
 pub use log::{RefusedPacket, refused_packets};

@@ -148,7 +148,8 @@ fn the_loopback_and_the_own_address_stay_the_sandbox_s() {
     }
     let cell = Cell::create().unwrap();
     inside(&cell, || {
-        for (bind, to) in [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "10.200.0.2"), ("::", "::1"), ("::", "fd00:200::2")] {
+        for (bind, to) in [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "10.200.0.2"), ("::", "::1"), ("::", "fd00:200::2")]
+        {
             let server = TcpListener::bind((bind, 0)).unwrap();
             let port = server.local_addr().unwrap().port();
             let client = TcpStream::connect((to, port)).unwrap();

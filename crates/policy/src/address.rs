@@ -201,7 +201,10 @@ impl IpRange {
         match special(address) {
             None => true,
             Some((block, class)) => {
-                class.can_be_opened() && self.contains(address) && block.contains(self.base) && self.prefix >= block.prefix
+                class.can_be_opened()
+                    && self.contains(address)
+                    && block.contains(self.base)
+                    && self.prefix >= block.prefix
             }
         }
     }

@@ -163,8 +163,17 @@ mod tests {
     #[test]
     fn odd_spellings_of_addresses_are_not_names() {
         for text in [
-            "127.0.0.1", "127.1", "2130706433", "0x7f000001", "0x7f.1", "0177.0.0.1", "1.2.3.4.", "::1", "10.0.0.0x1",
-            "0x", "a.b.1",
+            "127.0.0.1",
+            "127.1",
+            "2130706433",
+            "0x7f000001",
+            "0x7f.1",
+            "0177.0.0.1",
+            "1.2.3.4.",
+            "::1",
+            "10.0.0.0x1",
+            "0x",
+            "a.b.1",
         ] {
             assert!(matches!(text.parse::<Name>(), Err(NameError::Address(_))), "{text}");
         }
@@ -173,7 +182,8 @@ mod tests {
 
     #[test]
     fn what_is_no_name_is_refused() {
-        for text in ["", ".", "a..b", "-a.test", "a-.test", "a b.test", "a/b", "*.x.test", "a\0.test", &"a".repeat(64)] {
+        for text in ["", ".", "a..b", "-a.test", "a-.test", "a b.test", "a/b", "*.x.test", "a\0.test", &"a".repeat(64)]
+        {
             assert!(text.parse::<Name>().is_err(), "{text}");
         }
         assert!(matches!("exämple.test".parse::<Name>(), Err(NameError::International(_))));

@@ -351,13 +351,11 @@ impl Policy {
                         return Decision::deny(rule.to_string(), "a rule denies it");
                     }
                 }
-                (Target::Name(pattern), Action::Allow) => {
-                    match self.allow_by_name(pattern, rule.to_string(), to) {
-                        Some(decision) if decision.allow => return decision,
-                        Some(decision) => keep_first(&mut missed, decision),
-                        None => {}
-                    }
-                }
+                (Target::Name(pattern), Action::Allow) => match self.allow_by_name(pattern, rule.to_string(), to) {
+                    Some(decision) if decision.allow => return decision,
+                    Some(decision) => keep_first(&mut missed, decision),
+                    None => {}
+                },
                 (Target::Range(range), Action::Allow) => {
                     if !range.contains(to.addr) || to.synthetic {
                         continue;
@@ -418,7 +416,14 @@ impl Policy {
     }
 
     /// The refusal of a connection to which no claim could open the way, so that it need not be listened to first.
-    pub fn decide_before_hearing(&self, addr: IpAddr, port: u16, names: &[Name], synthetic: bool, own: bool) -> Option<Decision> {
+    pub fn decide_before_hearing(
+        &self,
+        addr: IpAddr,
+        port: u16,
+        names: &[Name],
+        synthetic: bool,
+        own: bool,
+    ) -> Option<Decision> {
         let unheard = Destination {
             addr,
             port,

@@ -123,9 +123,10 @@ pub(crate) fn uv(lock: &Table, wanted: &Wanted<'_>) -> Result<Locked, ProjectErr
         table.into_iter().flatten().map(|(k, v)| (normalise(k), edges(Some(v)))).collect()
     };
     let mut graph = Vec::new();
+    let main = main_registry(packages(FILE, lock)?);
     for p in packages(FILE, lock)? {
         let name = text(p, "name").ok_or_else(|| broken(FILE, "a package has no name".to_owned()))?;
-        let source = p.get("source").and_then(Value::as_table).map_or(Source::Index, uv_source);
+        let source = p.get("source").and_then(Value::as_table).map_or(Source::Index, |s| uv_source(s, main.as_deref()));
         let version = text(p, "version").unwrap_or_default();
         if version.is_empty() && matches!(source, Source::Index | Source::OtherIndex(_)) {
             return Err(broken(FILE, format!("package {name} has no version")));
@@ -154,10 +155,21 @@ pub(crate) fn uv(lock: &Table, wanted: &Wanted<'_>) -> Result<Locked, ProjectErr
     Ok(locked)
 }
 
-fn uv_source(source: &Table) -> Source {
+/// The registry that most packages come from. It stands for the index that the machine's pip is configured for, a mirror
+/// of it perhaps; a package from another one is told.
+fn main_registry<'a>(packages: impl IntoIterator<Item = &'a Table>) -> Option<String> {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for source in packages.into_iter().filter_map(|p| p.get("source")?.as_table()) {
+        if let Some(url) = text(source, "registry") {
+            *counts.entry(url).or_default() += 1;
+        }
+    }
+    counts.into_iter().max_by_key(|(_, count)| *count).map(|(url, _)| url)
+}
+
+fn uv_source(source: &Table, main: Option<&str>) -> Source {
     if let Some(url) = text(source, "registry") {
-        let public = url.trim_end_matches('/') == "https://pypi.org/simple";
-        return if public { Source::Index } else { Source::OtherIndex(url) };
+        return if main == Some(url.as_str()) { Source::Index } else { Source::OtherIndex(url) };
     }
     if let Some(git) = text(source, "git") {
         // `https://host/repo?rev=v1&subdirectory=x#<commit>`: pip wants `git+https://host/repo@<commit>#subdirectory=x`.
@@ -436,20 +448,20 @@ test = [{ name = "pytest" }, { name = "gitty" }, { name = "member" }, { name = "
 [[package]]
 name = "rich"
 version = "13.0"
-source = { registry = "https://pypi.org/simple" }
+source = { registry = "https://index.test/simple" }
 [[package]]
 name = "tomli"
 version = "2"
-source = { registry = "https://pypi.org/simple" }
+source = { registry = "https://index.test/simple" }
 [[package]]
 name = "fork"
 version = "1"
-source = { registry = "https://pypi.org/simple" }
+source = { registry = "https://index.test/simple" }
 resolution-markers = ["python_full_version < '3.10'"]
 [[package]]
 name = "fork"
 version = "2"
-source = { registry = "https://pypi.org/simple" }
+source = { registry = "https://index.test/simple" }
 resolution-markers = ["python_full_version >= '3.10'"]
 [[package]]
 name = "httpx"
@@ -460,11 +472,11 @@ http2 = [{ name = "h2" }]
 [[package]]
 name = "h2"
 version = "4"
-source = { registry = "https://pypi.org/simple" }
+source = { registry = "https://index.test/simple" }
 [[package]]
 name = "pytest"
 version = "8.1.1"
-source = { registry = "https://pypi.org/simple" }
+source = { registry = "https://index.test/simple" }
 dependencies = [{ name = "rich" }]
 [[package]]
 name = "gitty"

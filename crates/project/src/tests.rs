@@ -205,7 +205,7 @@ fn groups_that_include_each_other_are_an_error() {
 
 #[test]
 fn a_lock_decides_the_versions() {
-    let lock = "version = 1\n[[package]]\nname='x'\nsource={editable='.'}\ndependencies=[{name='a'}]\n[package.dev-dependencies]\ntest=[{name='pytest'}]\n[[package]]\nname='a'\nversion='1.0'\nsource={registry='https://pypi.org/simple'}\n[[package]]\nname='pytest'\nversion='8.1'\nsource={registry='https://pypi.org/simple'}\n";
+    let lock = "version = 1\n[[package]]\nname='x'\nsource={editable='.'}\ndependencies=[{name='a'}]\n[package.dev-dependencies]\ntest=[{name='pytest'}]\n[[package]]\nname='a'\nversion='1.0'\nsource={registry='https://index.test/simple'}\n[[package]]\nname='pytest'\nversion='8.1'\nsource={registry='https://index.test/simple'}\n";
     let project = read(&[
         ("uv.lock", lock),
         ("requirements.txt", "a==9"),

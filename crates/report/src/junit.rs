@@ -589,7 +589,14 @@ impl State {
             self.kept_text += size;
             let text = if record.text.trim().is_empty() { &record.message } else { &record.text };
             let first = |t: &str| t.lines().map(str::trim).find(|l| !l.is_empty()).map(|l| cut(l, MAX_NAME).to_owned());
-            let message = first(&record.message).or_else(|| first(&record.text)).unwrap_or_else(|| record.kind.clone());
+            let mut message =
+                first(&record.message).or_else(|| first(&record.text)).unwrap_or_else(|| record.kind.clone());
+            if message == "collection failure" {
+                // pytest's whole message; what failed is in its traceback's last line of error.
+                let error =
+                    text.lines().rev().filter_map(|l| l.strip_prefix("E ")).map(str::trim).find(|l| !l.is_empty());
+                message.extend(error.into_iter().flat_map(|e| [": ", cut(e, MAX_NAME)]));
+            }
             let place = place(text);
             let (file, line) = match (&place, &case.file) {
                 (Some((file, line)), _) => (Some(file.clone()), Some(*line)),

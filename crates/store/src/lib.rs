@@ -85,7 +85,10 @@ pub enum CreateError {
     #[error("lineage {} has no live sandbox to fork from", .0.0)]
     NoSuchLineage(LineageId),
     /// Every uid range is taken.
-    #[error("all {} lineage numbers are in use; delete sandboxes that are no longer needed (trialrun rm)", LineageId::LIMIT)]
+    #[error(
+        "all {} lineage numbers are in use; delete sandboxes that are no longer needed (trialrun rm)",
+        LineageId::LIMIT
+    )]
     LineagesExhausted,
     /// The host-wide registry of lineage numbers failed.
     #[error("failed to register a lineage number in {}", dir.display())]
@@ -253,7 +256,8 @@ impl Store {
         conn.execute_batch("PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON; PRAGMA wal_autocheckpoint = 250;")
             .map_err(step("configure"))?;
         let store = Self { conn, data_dir: data_dir.to_owned(), registry_dir: registry_dir.to_owned() };
-        if schema::version(&store.conn).map_err(step("read the schema version of"))? != schema::MIGRATIONS.len() as i64 {
+        if schema::version(&store.conn).map_err(step("read the schema version of"))? != schema::MIGRATIONS.len() as i64
+        {
             store.migrate(&path)?;
         }
         Ok(store)
@@ -263,8 +267,13 @@ impl Store {
         // Two processes that switch a fresh database to write-ahead mode at once get SQLITE_BUSY without a wait.
         let lock_path = self.data_dir.join(".migrate.lock");
         let io_error = |source| OpenError::Io { step: "lock", path: lock_path.clone(), source };
-        let lock =
-            OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&lock_path).map_err(io_error)?;
+        let lock = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&lock_path)
+            .map_err(io_error)?;
         flock(&lock, FlockOperation::LockExclusive).map_err(|e| io_error(e.into()))?;
         let step = |source| OpenError::Sqlite { step: "switch to write-ahead mode", path: path.to_owned(), source };
         self.conn.pragma_update_and_check(None, "journal_mode", "WAL", |_| Ok(())).map_err(step)?;
@@ -361,6 +370,22 @@ impl Store {
             SandboxState::Creating | SandboxState::Running => Some(Transition::Lost),
         };
         self.transition(id, by, Some(reason)).map(|_| ())
+    }
+
+    /// Frees the lineage numbers that are registered for this store and that it does not use: a client that was killed
+    /// while it created a sandbox may leave one. Returns how many.
+    ///
+    /// # Errors
+    /// When SQLite or the registry's directory fails.
+    pub fn sweep_lineages(&self) -> Result<usize, CreateError> {
+        let registry = |source| CreateError::Registry { dir: self.registry_dir.clone(), source };
+        let sqlite = |e| registry(io::Error::other(e));
+        // Nobody of this store is between a claim and its commit while the write lock is held.
+        let tx = self.write().map_err(sqlite)?;
+        let mut statement = tx.prepare_cached("SELECT number FROM lineages").map_err(sqlite)?;
+        let used = statement.query_map([], |row| row.get(0)).and_then(Iterator::collect).map_err(sqlite)?;
+        let instance = self.meta("instance").map_err(sqlite)?;
+        Registry::lock(&self.registry_dir).and_then(|locked| locked.sweep(&instance, &used)).map_err(registry)
     }
 
     /// Notes the sandbox's keeper and cgroup.
@@ -474,9 +499,11 @@ impl Store {
         let tx = self.write().map_err(sqlite)?;
         let record = get(&tx, id.as_str()).map_err(sqlite)?.ok_or_else(|| UpdateError::NotFound(id.clone()))?;
         let Some(transition) = by(record.state) else { return Ok(record.state) };
-        let next = record.state.after(transition).map_err(|source| UpdateError::Transition { id: id.clone(), source })?;
+        let next =
+            record.state.after(transition).map_err(|source| UpdateError::Transition { id: id.clone(), source })?;
         if next != SandboxState::Gone {
-            tx.execute("UPDATE sandboxes SET state = ?2 WHERE id = ?1", (id.as_str(), next.as_str())).map_err(sqlite)?;
+            tx.execute("UPDATE sandboxes SET state = ?2 WHERE id = ?1", (id.as_str(), next.as_str()))
+                .map_err(sqlite)?;
             tx.commit().map_err(sqlite)?;
             return Ok(next);
         }
@@ -557,7 +584,8 @@ fn parsed<T, E: std::error::Error + Send + Sync + 'static>(
     parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> rusqlite::Result<T> {
     let text: String = row.get(column)?;
-    parse(&text).map_err(|e| rusqlite::Error::FromSqlConversionFailure(column, rusqlite::types::Type::Text, Box::new(e)))
+    parse(&text)
+        .map_err(|e| rusqlite::Error::FromSqlConversionFailure(column, rusqlite::types::Type::Text, Box::new(e)))
 }
 
 fn ensure_private_dir(path: &Path) -> Result<(), OpenError> {

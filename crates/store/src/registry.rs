@@ -12,6 +12,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::{
+    collections::BTreeSet,
     fs::{DirBuilder, File, OpenOptions},
     io::{self, Write},
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
@@ -78,6 +79,20 @@ impl Registry {
         }
     }
 
+    /// Removes `instance`'s files but for those of the numbers in `used`; how many. A client that was killed between its
+    /// claim and its commit left such a file.
+    pub fn sweep(&self, instance: &str, used: &BTreeSet<u32>) -> io::Result<usize> {
+        let mut removed = 0;
+        for entry in std::fs::read_dir(&self.dir)? {
+            let Some(number) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+            if !used.contains(&number) && self.read(number).is_some_and(|claim| claim.instance == instance) {
+                std::fs::remove_file(self.file(number))?;
+                removed += 1;
+            }
+        }
+        Ok(removed)
+    }
+
     fn file(&self, number: u32) -> PathBuf {
         self.dir.join(number.to_string())
     }
@@ -103,7 +118,8 @@ impl Registry {
 
 fn has_row(database: &Path, number: u32, instance: &str) -> rusqlite::Result<bool> {
     // Not SQLITE_OPEN_CREATE: a database that vanished meanwhile must not come back empty.
-    let conn = Connection::open_with_flags(database, OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX)?;
+    let conn =
+        Connection::open_with_flags(database, OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX)?;
     conn.set_db_config(rusqlite::config::DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
     let sql = "SELECT 1 FROM lineages, meta WHERE number = ?1 AND key = 'instance' AND value = ?2";
     Ok(conn.query_row(sql, (number, instance), |_| Ok(())).optional()?.is_some())

@@ -107,7 +107,11 @@ fn states_follow_the_model_and_gone_frees_the_lineage_once_the_last_fork_is_gone
     assert_eq!(fixture.registered().len(), 0);
     let error = store.create_sandbox(&NewSandbox { lineage: Some(parent.lineage), ..new(id(3)) }).unwrap_err();
     assert!(matches!(error, CreateError::NoSuchLineage(l) if l == parent.lineage));
-    assert_eq!(store.create_sandbox(&new(id(4))).unwrap().lineage, parent.lineage, "the lowest free number comes again");
+    assert_eq!(
+        store.create_sandbox(&new(id(4))).unwrap().lineage,
+        parent.lineage,
+        "the lowest free number comes again"
+    );
     assert_eq!(store.list(true).unwrap().len(), 1);
     assert_eq!(store.prune_gone(Duration::from_secs(3600)).unwrap(), 0);
     assert_eq!(store.prune_gone(Duration::ZERO).unwrap(), 2);
@@ -188,7 +192,8 @@ fn every_older_version_migrates() {
 
 /// Tables and indexes by their columns: text differs between a created and an altered table.
 fn schema_of(conn: &Connection) -> Vec<(String, String, String)> {
-    let sql = "SELECT m.name, i.name, i.type || i.\"notnull\" || i.pk FROM sqlite_schema m, pragma_table_xinfo(m.name) i
+    let sql =
+        "SELECT m.name, i.name, i.type || i.\"notnull\" || i.pk FROM sqlite_schema m, pragma_table_xinfo(m.name) i
                UNION ALL SELECT m.name, '', m.type FROM sqlite_schema m ORDER BY 1, 2";
     let mut statement = conn.prepare(sql).unwrap();
     statement.query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?))).unwrap().map(Result::unwrap).collect()
@@ -296,7 +301,8 @@ fn killed_writers_leave_whole_transactions() {
     let fixture = Fixture::new();
     fixture.open();
     for round in 0..6 {
-        let mut writers = [fixture.child("child_writes_until_it_is_killed"), fixture.child("child_writes_until_it_is_killed")];
+        let mut writers =
+            [fixture.child("child_writes_until_it_is_killed"), fixture.child("child_writes_until_it_is_killed")];
         let before = fixture.open().list(false).unwrap().len();
         let start = Instant::now();
         while fixture.open().list(false).unwrap().len() < before + 5 + round {
@@ -332,12 +338,8 @@ enum Op {
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
     let n = || 0..6_u64;
-    let transition = prop_oneof![
-        Just(Transition::Ready),
-        Just(Transition::Delete),
-        Just(Transition::Done),
-        Just(Transition::Lost)
-    ];
+    let transition =
+        prop_oneof![Just(Transition::Ready), Just(Transition::Delete), Just(Transition::Done), Just(Transition::Lost)];
     let op = prop_oneof![
         n().prop_map(Op::Create),
         (n(), n()).prop_map(|(a, b)| Op::Fork(a, b)),
@@ -424,6 +426,20 @@ proptest! {
     }
 }
 
+#[test]
+fn a_claim_without_its_row_is_swept_and_one_in_use_or_of_another_store_is_not() {
+    let fixture = Fixture::new();
+    let store = fixture.open();
+    let used = store.create_sandbox(&new(id(1))).unwrap().lineage.0;
+    let claim = |instance: &str| format!(r#"{{"data_dir":"/nowhere","instance":"{instance}","sandbox":"sb-x"}}"#);
+    let own = store.instance_tag().unwrap();
+    let (stale, foreign) = (used + 1, used + 2);
+    std::fs::write(fixture.registry().join(stale.to_string()), claim(&own)).unwrap();
+    std::fs::write(fixture.registry().join(foreign.to_string()), claim("00000000")).unwrap();
+    assert_eq!(store.sweep_lineages().unwrap(), 1);
+    assert_eq!(fixture.registered(), BTreeSet::from([used, foreign]));
+}
+
 /// The promise is 1.5 ms in a release build on an idle machine; tests run unoptimised and beside each other.
 #[test]
 fn opening_a_current_store_is_quick() {
@@ -449,6 +465,9 @@ fn opening_a_current_store_is_quick() {
     };
     let mut create = create;
     create.sort();
-    println!("open and close: median {:?}, longest {:?}; create: median {:?}, longest {:?}", times[25], times[49], create[25], create[49]);
+    println!(
+        "open and close: median {:?}, longest {:?}; create: median {:?}, longest {:?}",
+        times[25], times[49], create[25], create[49]
+    );
     assert!(times[25] < Duration::from_millis(5), "median {:?}", times[25]);
 }

@@ -195,7 +195,8 @@ pub fn destroy_subvolume(dir: BorrowedFd<'_>, name: &str) -> io::Result<()> {
 /// # Errors
 /// What BTRFS_IOC_SNAP_CREATE_V2 says.
 pub fn snapshot_subvolume(dir: BorrowedFd<'_>, source: BorrowedFd<'_>, name: &str) -> io::Result<()> {
-    let mut args = VolArgsV2 { fd: i64::from(source.as_raw_fd()), transid: 0, flags: 0, unused: [0; 4], name: [0; 4040] };
+    let mut args =
+        VolArgsV2 { fd: i64::from(source.as_raw_fd()), transid: 0, flags: 0, unused: [0; 4], name: [0; 4040] };
     fill(&mut args.name, name)?;
     // SAFETY: the struct has btrfs_ioctl_vol_args_v2's layout and outlives the call.
     check(unsafe { libc::ioctl(dir.as_raw_fd(), BTRFS_IOC_SNAP_CREATE_V2, &raw const args) })

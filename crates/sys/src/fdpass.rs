@@ -2,8 +2,8 @@
 
 use bytes::BytesMut;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg,
-    sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
 };
 use std::{
     collections::VecDeque,
@@ -34,7 +34,12 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io:
 ///
 /// # Errors
 /// What recvmsg(2) says; `WouldBlock` on an empty non-blocking socket.
-pub fn recv(socket: BorrowedFd<'_>, buffer: &mut BytesMut, limit: usize, fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+pub fn recv(
+    socket: BorrowedFd<'_>,
+    buffer: &mut BytesMut,
+    limit: usize,
+    fds: &mut VecDeque<OwnedFd>,
+) -> io::Result<usize> {
     let old = buffer.len();
     buffer.resize(old + limit, 0);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];

@@ -4,9 +4,9 @@
 //! Each function wraps one kernel interface, names its man page, and returns `std::io::Error` with the errno; what the
 //! call was for is the caller's to say.
 
+pub mod blockdev;
 pub mod fdpass;
-pub mod spawn;
+pub mod mount;
 pub mod netlink;
 pub mod ns;
-pub mod mount;
-pub mod blockdev;
+pub mod spawn;

@@ -53,11 +53,7 @@ pub struct Child {
 ///
 /// # Errors
 /// What clone3(2) says; [`io::ErrorKind::ResourceBusy`] when the process has more than one thread.
-pub fn clone3(
-    namespaces: Namespaces,
-    cgroup: Option<BorrowedFd<'_>>,
-    body: impl FnOnce() -> i32,
-) -> io::Result<Child> {
+pub fn clone3(namespaces: Namespaces, cgroup: Option<BorrowedFd<'_>>, body: impl FnOnce() -> i32) -> io::Result<Child> {
     // A thread that was joined a moment ago may still be listed: joining waits for its memory, not for its end.
     let mut looks = 0;
     while std::fs::read_dir("/proc/self/task")?.count() != 1 {

@@ -557,7 +557,11 @@ mod tests {
     }
 
     fn wait(child: &SpawnedChild) -> Option<i32> {
-        rustix::process::waitpid(Some(child.pid), rustix::process::WaitOptions::empty()).unwrap().unwrap().1.exit_status()
+        rustix::process::waitpid(Some(child.pid), rustix::process::WaitOptions::empty())
+            .unwrap()
+            .unwrap()
+            .1
+            .exit_status()
     }
 
     #[test]

@@ -40,7 +40,7 @@ enum Command {
         /// Rounds
         #[arg(long, short, default_value_t = 40, value_parser = at_least_one())]
         n: usize,
-        /// Also where the time of a cold start goes
+        /// Also where the time of the engine's starts goes
         #[arg(long)]
         breakdown: bool,
         /// Only these rows, such as engine-cold,bwrap

@@ -20,8 +20,10 @@ const WARM_UP: usize = 2;
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// `Engine::create` and an exec, in this process.
+    /// `Engine::create` and an exec, in this process, with nothing ready.
     Cold,
+    /// As `Cold`, as a server does it: a keeper and its cell were made ready after the machine before.
+    Warm,
     /// `Pool::take` and an exec.
     Pool,
     /// The whole command `trialrun run`.
@@ -33,6 +35,7 @@ impl Kind {
     fn name(self) -> &'static str {
         match self {
             Self::Cold => "engine-cold",
+            Self::Warm => "engine-warm",
             Self::Pool => "engine-pool",
             Self::Program => "trialrun-run",
             Self::Peer(peer) => peer.program(),
@@ -47,40 +50,43 @@ struct Row {
     delete: Series,
 }
 
-/// Where a cold start's time went.
+/// Where the time of an engine's starts went, by row and part.
 #[derive(Default)]
 struct Breakdown {
-    parts: Vec<(&'static str, Series)>,
+    parts: Vec<(String, Series)>,
 }
 
 impl Breakdown {
-    fn push(&mut self, timings: StartTimings, create_ms: f64, first_ms: f64) {
+    fn push(&mut self, kind: Kind, timings: StartTimings, create_ms: f64, first_ms: f64) {
         let StartTimings { read_ms, cell_ms, launch_ms, agent_ms } = timings;
+        // A keeper that was ready ahead made its cell and waited before the create began.
+        let ahead = if kind == Kind::Cold { read_ms + cell_ms } else { 0.0 };
         let parts = [
-            ("keeper: read the specification", read_ms),
-            ("keeper: make the cell", cell_ms),
-            ("keeper: driver's launch", launch_ms),
-            ("keeper: agent's first word", agent_ms),
-            (
-                "engine: create, other (store, fork and exec of the keeper)",
-                create_ms - read_ms - cell_ms - launch_ms - agent_ms,
-            ),
-            ("engine: create, all", create_ms),
-            ("exec to the first byte", first_ms - create_ms),
+            ("keeper: the cell, the layers' file system", (kind == Kind::Cold).then_some(cell_ms)),
+            ("keeper: wait for the specification", (kind == Kind::Cold).then_some(read_ms)),
+            ("keeper: driver's launch", Some(launch_ms)),
+            ("keeper: agent's first word", Some(agent_ms)),
+            ("create, the rest", Some(create_ms - ahead - launch_ms - agent_ms)),
+            ("create, all", Some(create_ms)),
+            ("exec to the first byte", Some(first_ms - create_ms)),
         ];
-        for (name, value) in parts {
+        for (part, value) in parts.into_iter().filter_map(|(part, value)| Some((part, value?))) {
+            let name = format!("{}: {part}", kind.name());
             match self.parts.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, series)) => series.push(value),
                 None => self.parts.push((name, [value].into_iter().collect())),
             }
         }
+        // By row, in the order of the parts.
+        self.parts.sort_by_key(|(name, _)| name.starts_with(Kind::Warm.name()));
     }
 }
 
 /// Measures, prints, and gives the numbers.
 pub async fn run(world: &World, n: usize, breakdown: bool, only: &[String]) -> Result<Value> {
     let present: Vec<Peer> = world.peers()?.present.iter().map(|(peer, _)| *peer).collect();
-    let all = [Kind::Cold, Kind::Pool, Kind::Program].into_iter().chain(present.into_iter().map(Kind::Peer));
+    let all =
+        [Kind::Cold, Kind::Warm, Kind::Pool, Kind::Program].into_iter().chain(present.into_iter().map(Kind::Peer));
     let mut rows: Vec<(Kind, Row)> = all.map(|kind| (kind, Row::default())).collect();
     for name in only {
         ensure!(rows.iter().any(|(kind, _)| kind.name() == name), "there is no row {name}; there are {}", names(&rows));
@@ -92,12 +98,13 @@ pub async fn run(world: &World, n: usize, breakdown: bool, only: &[String]) -> R
         for (kind, row) in &mut rows {
             let begun = Instant::now();
             let (first, exit, delete) = match *kind {
-                Kind::Cold => {
-                    let sandbox = world.create().await?;
+                Kind::Cold | Kind::Warm => {
+                    let engine = if *kind == Kind::Cold { &world.cold } else { &world.engine };
+                    let sandbox = engine.create(world.options()).await?;
                     let created = ms(begun);
                     let (first, exit) = python(&sandbox, begun).await?;
                     if round >= WARM_UP {
-                        parts.push(sandbox.timings(), created, first);
+                        parts.push(*kind, sandbox.timings(), created, first);
                     }
                     (first, exit, Some(delete(sandbox).await?))
                 }
@@ -202,9 +209,8 @@ fn print(rows: &[(Kind, Row)]) {
 
 fn print_breakdown(parts: &Breakdown) {
     println!();
-    let line =
-        |(name, series): &(&str, Series)| vec![(*name).to_owned(), number(series.median()), number(series.p99())];
-    table::print(&["a cold start's ms", "median", "p99"], &parts.parts.iter().map(line).collect::<Vec<_>>());
+    let line = |(name, series): &(String, Series)| vec![name.clone(), number(series.median()), number(series.p99())];
+    table::print(&["ms", "median", "p99"], &parts.parts.iter().map(line).collect::<Vec<_>>());
 }
 
 fn numbers(world: &World, rows: &[(Kind, Row)], parts: &Breakdown) -> Result<Value> {
@@ -214,7 +220,7 @@ fn numbers(world: &World, rows: &[(Kind, Row)], parts: &Breakdown) -> Result<Val
             json!({ "first_ms": row.first.json(), "exit_ms": row.exit.json(), "delete_ms": row.delete.json() }),
         )
     };
-    let part = |(name, series): &(&str, Series)| ((*name).to_owned(), series.json());
+    let part = |(name, series): &(String, Series)| (name.clone(), series.json());
     Ok(json!({
         "rows": rows.iter().map(row).collect::<serde_json::Map<_, _>>(),
         "breakdown_ms": parts.parts.iter().map(part).collect::<serde_json::Map<_, _>>(),

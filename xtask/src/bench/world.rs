@@ -25,8 +25,11 @@ pub struct World {
     pub temp: TempDir,
     /// As `temp`, in memory.
     pub shm: TempDir,
-    /// Of this process, kept warm as a server's is.
+    /// Kept warm as a server's is: the layers' file system stays mounted, and a keeper with its cell is ready ahead.
     pub engine: Engine,
+    /// As a one-shot client's is: nothing of it is ready. It has a data directory of its own, so that nothing that the
+    /// other keeps ready serves it.
+    pub cold: Engine,
     /// A copy of the program, so that a build meanwhile does not change what is measured.
     pub program: PathBuf,
     /// Images.
@@ -49,17 +52,20 @@ impl World {
         let shm = tempfile::Builder::new().prefix(prefix).tempdir_in("/dev/shm").context("a directory in /dev/shm")?;
         let program = temp.path().join("trialrun");
         fs::copy(release.join("trialrun"), &program).context("take the program; cargo xtask bench builds it")?;
-        let config = Config {
-            data_dir: std::path::absolute(data_dir.unwrap_or_else(|| temp.path().join("data")))?,
-            cache_dir: std::path::absolute(&cache_dir)?,
-            keeper: (program.clone(), vec!["__keeper".to_owned()]),
-            guest: Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST },
+        let cache_dir = std::path::absolute(cache_dir)?;
+        let open = |data_dir: PathBuf| -> Result<Engine> {
+            Ok(Engine::open(Config {
+                data_dir: std::path::absolute(data_dir)?,
+                cache_dir: cache_dir.clone(),
+                keeper: (program.clone(), vec!["__keeper".to_owned()]),
+                guest: Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST },
+            })?)
         };
-        let cache_dir = config.cache_dir.clone();
-        let engine = Engine::open(config)?;
+        let engine = open(data_dir.unwrap_or_else(|| temp.path().join("data")))?;
         engine.keep_warm();
+        let cold = open(temp.path().join("cold-data"))?;
         let target = release.parent().unwrap_or(Path::new("target")).to_owned();
-        Ok(Self { peers: RefCell::default(), temp, shm, engine, program, cache_dir, target })
+        Ok(Self { peers: RefCell::default(), temp, shm, engine, cold, program, cache_dir, target })
     }
 
     /// Builds the image python where it is missing.
@@ -112,14 +118,14 @@ impl World {
     pub async fn close(self) -> Vec<String> {
         let mut left = self.peers.into_inner().map(|mut peers| peers.close()).unwrap_or_default();
         let begun = Instant::now();
-        let mut machines = fs_names(&self.engine.data_dir().join("machines"));
-        while !machines.is_empty() && begun.elapsed() < SETTLE {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            machines = fs_names(&self.engine.data_dir().join("machines"));
+        for engine in [self.engine, self.cold] {
+            let dir = engine.data_dir().join("machines");
+            while !fs_names(&dir).is_empty() && begun.elapsed() < SETTLE {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            left.extend(fs_names(&dir).iter().map(|name| format!("machine {name}")));
+            left.extend(engine.recover().failed);
         }
-        left.extend(machines.iter().map(|name| format!("machine {name}")));
-        left.extend(self.engine.recover().failed);
-        drop(self.engine);
         for dir in [self.temp, self.shm] {
             let path = dir.keep();
             // A download that was cut off writes until it notices that its machine is gone.

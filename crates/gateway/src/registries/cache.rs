@@ -17,18 +17,40 @@ const MAX_FILE: u64 = 1 << 20;
 
 /// Prefixes of variables that package clients read.
 const VARIABLES: [&str; 12] = [
-    "PIP_", "UV_", "NPM_CONFIG_", "npm_config_", "YARN_", "CARGO_", "GOPROXY", "GOSUMDB", "GOFLAGS", "PATH", "HTTPS_PROXY",
+    "PIP_",
+    "UV_",
+    "NPM_CONFIG_",
+    "npm_config_",
+    "YARN_",
+    "CARGO_",
+    "GOPROXY",
+    "GOSUMDB",
+    "GOFLAGS",
+    "PATH",
+    "HTTPS_PROXY",
     "https_proxy",
 ];
 /// Settings files outside the home folder, and folders of such.
 const SYSTEM_FILES: [&str; 7] = [
-    "/etc/pip.conf", "/etc/xdg/pip/pip.conf", "/etc/npmrc", "/usr/etc/npmrc", "/usr/local/etc/npmrc", "/etc/apt/sources.list",
+    "/etc/pip.conf",
+    "/etc/xdg/pip/pip.conf",
+    "/etc/npmrc",
+    "/usr/etc/npmrc",
+    "/usr/local/etc/npmrc",
+    "/etc/apt/sources.list",
     "/etc/gemrc",
 ];
 const SYSTEM_FOLDERS: [&str; 2] = ["/etc/apt/sources.list.d", "/etc/apt/apt.conf.d"];
 const HOME_FILES: [&str; 9] = [
-    ".pip/pip.conf", ".config/pip/pip.conf", ".config/uv/uv.toml", ".npmrc", ".yarnrc", ".yarnrc.yml", ".cargo/config.toml",
-    ".cargo/config", ".config/go/env",
+    ".pip/pip.conf",
+    ".config/pip/pip.conf",
+    ".config/uv/uv.toml",
+    ".npmrc",
+    ".yarnrc",
+    ".yarnrc.yml",
+    ".cargo/config.toml",
+    ".cargo/config",
+    ".config/go/env",
 ];
 
 #[derive(Serialize, Deserialize)]

@@ -91,10 +91,8 @@ impl Answer {
 async fn pip(limit: Duration) -> Answer {
     const DEFAULT: &str = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)";
     let mut answer = Answer::default();
-    let (settings, default) = tokio::join!(
-        ask(limit, "python3", &["-m", "pip", "config", "list"]),
-        ask(limit, "python3", &["-c", DEFAULT])
-    );
+    let (settings, default) =
+        tokio::join!(ask(limit, "python3", &["-m", "pip", "config", "list"]), ask(limit, "python3", &["-c", DEFAULT]));
     let settings = match settings {
         Ok(settings) => PipSettings::read(&settings),
         Err(error) => {
@@ -130,7 +128,8 @@ fn uv(answer: &mut Answer) {
     for variable in ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"] {
         let Ok(value) = std::env::var(variable) else { continue };
         // An index may be written NAME=URL.
-        let urls: Vec<&str> = value.split_whitespace().map(|u| u.split_once("=http").map_or(u, |(n, _)| &u[n.len() + 1..])).collect();
+        let urls: Vec<&str> =
+            value.split_whitespace().map(|u| u.split_once("=http").map_or(u, |(n, _)| &u[n.len() + 1..])).collect();
         for url in &urls {
             answer.add("uv", IndexKind::Pip, url);
         }
@@ -333,7 +332,9 @@ fn cargo_indexes(config: &toml::Table, replaced: &mut bool) -> Vec<String> {
     let mut source = "crates-io".to_owned();
     // Replacements chain; a loop of them would be refused by cargo itself.
     for _ in 0..8 {
-        let Some(next) = table("source").and_then(|s| s.get(&source)).and_then(|s| text(s, "replace-with")) else { break };
+        let Some(next) = table("source").and_then(|s| s.get(&source)).and_then(|s| text(s, "replace-with")) else {
+            break;
+        };
         *replaced = true;
         source = next;
     }
@@ -361,7 +362,11 @@ async fn cargo_default(limit: Duration) -> Result<Option<String>, AskError> {
     let proxy = format!("http://{}", listener.local_addr().map_err(AskError::Start)?);
     let mut command = command("cargo");
     command.env("CARGO_HTTP_PROXY", proxy).env("CARGO_NET_RETRY", "0");
-    command.env("CARGO_HOME", home.path()).env_remove("NO_PROXY").env_remove("no_proxy").env_remove("CARGO_NET_OFFLINE");
+    command
+        .env("CARGO_HOME", home.path())
+        .env_remove("NO_PROXY")
+        .env_remove("no_proxy")
+        .env_remove("CARGO_NET_OFFLINE");
     command.args(["info", "cfg-if", "--quiet"]).stdout(Stdio::null());
     let mut child = command.spawn().map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => AskError::Missing,

@@ -164,9 +164,11 @@ impl Fetcher {
             Some(proxy) if proxy.covers(name.as_ref(), host.parse().ok()) => through_proxy(proxy, &host, port)
                 .await
                 .map_err(|source| FetchError::Proxy { host: host.clone(), source })?,
-            _ => TcpStream::connect((host.as_str(), port))
-                .await
-                .map_err(|source| FetchError::Connect { host: host.clone(), port, source })?,
+            _ => TcpStream::connect((host.as_str(), port)).await.map_err(|source| FetchError::Connect {
+                host: host.clone(),
+                port,
+                source,
+            })?,
         };
         match url.scheme() {
             "http" => Ok(Box::new(tcp)),

@@ -92,7 +92,10 @@ mod tests {
         let html = r#"<a href="https://files.test/a.whl#sha256=1">a</a> <a href='../../b.whl'>b</a>"#;
         assert_eq!(hosts(IndexKind::Pip, "text/html", html).unwrap(), ["files.test", "index.test"]);
         let json = r#"{"files":[{"url":"https://files.test/a.whl"},{"url":"/b.whl"},{}]}"#;
-        assert_eq!(hosts(IndexKind::Pip, "application/vnd.pypi.simple.v1+json", json).unwrap(), ["files.test", "index.test"]);
+        assert_eq!(
+            hosts(IndexKind::Pip, "application/vnd.pypi.simple.v1+json", json).unwrap(),
+            ["files.test", "index.test"]
+        );
         let npm = r#"{"versions":{"1.0.0":{"dist":{"tarball":"https://tar.test/x.tgz"}}}}"#;
         assert_eq!(hosts(IndexKind::Npm, "application/json", npm).unwrap(), ["tar.test"]);
         let cargo = r#"{"dl":"https://dl.test/{crate}/{version}","api":"https://api.test"}"#;

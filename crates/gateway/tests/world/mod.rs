@@ -149,7 +149,10 @@ impl World {
                                 stream.write_all(b"HTTP/1.1 101 Switching Protocols\r\n\r\n").await?;
                                 continue;
                             }
-                            let length = head.split("Content-Length: ").nth(1).and_then(|l| l.split("\r\n").next()?.parse().ok());
+                            let length = head
+                                .split("Content-Length: ")
+                                .nth(1)
+                                .and_then(|l| l.split("\r\n").next()?.parse().ok());
                             held.drain(..length.unwrap_or(0).min(held.len()));
                             let target = head.split(' ').nth(1).unwrap_or("?");
                             let body = format!("{address} {target}");
@@ -293,7 +296,8 @@ pub fn hello_with(extensions: &[(u16, Vec<u8>)]) -> Vec<u8> {
         .iter()
         .flat_map(|(kind, value)| [&kind.to_be_bytes()[..], &(value.len() as u16).to_be_bytes(), value].concat())
         .collect();
-    let mut body = [&[3, 3][..], &[7; 32], &[0, 0, 2, 0x13, 1, 1, 0], &(list.len() as u16).to_be_bytes(), &list].concat();
+    let mut body =
+        [&[3, 3][..], &[7; 32], &[0, 0, 2, 0x13, 1, 1, 0], &(list.len() as u16).to_be_bytes(), &list].concat();
     let mut message = vec![1, 0];
     message.extend((body.len() as u16).to_be_bytes());
     message.append(&mut body);

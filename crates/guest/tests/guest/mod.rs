@@ -15,8 +15,8 @@ use std::{
     time::{Duration, Instant},
 };
 use trialrun_guest_proto::{
-    Boot, Decoder, Done, EnvEntry, Event, EventKind, Exec, Exited, FailKind, Failed, FileStat, Frame, Kind, MachineInfo, Op,
-    Request, frame,
+    Boot, Decoder, Done, EnvEntry, Event, EventKind, Exec, Exited, FailKind, Failed, FileStat, Frame, Kind,
+    MachineInfo, Op, Request, frame,
 };
 
 /// Nothing in these tests takes longer unless it hangs.
@@ -134,8 +134,14 @@ impl Guest {
             .spawn()
             .unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        let mut guest =
-            Self { child, socket, decoder: Decoder::default(), next: 1, waiting: BTreeMap::new(), credit: BTreeMap::new() };
+        let mut guest = Self {
+            child,
+            socket,
+            decoder: Decoder::default(),
+            next: 1,
+            waiting: BTreeMap::new(),
+            credit: BTreeMap::new(),
+        };
         let ready = guest.event(0);
         assert!(matches!(ready, EventKind::Ready(_)), "{ready:?}");
         guest

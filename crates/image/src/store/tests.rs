@@ -49,7 +49,11 @@ fn an_image_is_found_by_name_and_by_digest_until_its_last_name_goes() {
     let cache = tempfile::tempdir().unwrap();
     let store = ImageStore::open(cache.path()).unwrap();
     let image = store.ensure("a", &Fake::new("x"), &mut |_| {}).unwrap();
-    assert_eq!(store.ensure("b", &Fake::new("x"), &mut |_| {}).unwrap().digest, image.digest, "same content, one image");
+    assert_eq!(
+        store.ensure("b", &Fake::new("x"), &mut |_| {}).unwrap().digest,
+        image.digest,
+        "same content, one image"
+    );
     assert_ne!(store.ensure("c", &Fake::new("y"), &mut |_| {}).unwrap().digest, image.digest);
     assert_eq!(store.resolve(&named("a")).unwrap(), image);
     let by_digest = store.resolve(&ImageRef::Digest(image.digest.clone())).unwrap();
@@ -57,7 +61,10 @@ fn an_image_is_found_by_name_and_by_digest_until_its_last_name_goes() {
     assert_eq!(std::fs::read(image.tree.join("file")).unwrap(), b"x");
     assert_eq!(std::fs::metadata(cache.path().join("images")).unwrap().mode() & 0o7777, 0o700);
     let listed = store.ls().unwrap();
-    assert_eq!(listed.iter().map(|l| l.1.join(",")).collect::<std::collections::BTreeSet<_>>(), ["a,b".into(), "c".into()].into());
+    assert_eq!(
+        listed.iter().map(|l| l.1.join(",")).collect::<std::collections::BTreeSet<_>>(),
+        ["a,b".into(), "c".into()].into()
+    );
     assert_eq!(store.inspect(&named("a")).unwrap().files, 2);
 
     store.rm(&named("a")).unwrap();

@@ -59,7 +59,8 @@ fn web_allows_the_web_ports_of_public_addresses() {
     assert!(decide(&policy, "1.1.1.1", 80, &[], "opaque").allow);
     assert!(decide(&policy, "2606:4700::1111", 443, &[], "tls").allow);
     assert_eq!(decide(&policy, "1.1.1.1", 22, &[], "silent").rule, "no rule allows it");
-    for private in ["10.0.0.1", "169.254.169.254", "fd00:ec2::254", "::ffff:127.0.0.1", "64:ff9b::a00:1", "203.0.113.5"] {
+    for private in ["10.0.0.1", "169.254.169.254", "fd00:ec2::254", "::ffff:127.0.0.1", "64:ff9b::a00:1", "203.0.113.5"]
+    {
         let decision = decide(&policy, private, 443, &["a.test"], "sni=a.test");
         assert_eq!((decision.allow, decision.rule.as_str()), (false, "private address"), "{private}");
     }
@@ -184,23 +185,30 @@ fn some_name() -> impl Strategy<Value = Name> {
 
 fn some_entry() -> impl Strategy<Value = AllowEntry> {
     prop::sample::select(vec![
-        "a.test", "*.a.test", "b.test:8443", "*.x.a.test:*", "10.0.0.0/8:*", "1.1.1.1", "0.0.0.0/0:443", "[::/0]:*",
-        "fd00::/8", "169.254.169.254:80",
+        "a.test",
+        "*.a.test",
+        "b.test:8443",
+        "*.x.a.test:*",
+        "10.0.0.0/8:*",
+        "1.1.1.1",
+        "0.0.0.0/0:443",
+        "[::/0]:*",
+        "fd00::/8",
+        "169.254.169.254:80",
     ])
     .prop_map(entry)
 }
 
 fn some_policy() -> impl Strategy<Value = Policy> {
     let preset = prop::sample::select(vec![Policy::off(), Policy::web(), Policy::full(), Policy::allow_list(vec![])]);
-    (preset, prop::collection::vec((any::<bool>(), some_entry()), 0..5), prop::collection::vec(some_name(), 0..2)).prop_map(
-        |(mut policy, rules, private)| {
+    (preset, prop::collection::vec((any::<bool>(), some_entry()), 0..5), prop::collection::vec(some_name(), 0..2))
+        .prop_map(|(mut policy, rules, private)| {
             for (allow, entry) in rules {
                 if allow { policy.allow(entry) } else { policy.deny(entry) }
             }
             private.into_iter().for_each(|n| policy.allow_private_name(n, 443));
             policy
-        },
-    )
+        })
 }
 
 #[derive(Debug, Clone)]
@@ -229,7 +237,8 @@ impl Case {
 
 fn some_case() -> impl Strategy<Value = Case> {
     use Protocol as P;
-    let addresses = ["1.1.1.1", "10.1.2.3", "169.254.169.254", "fd00::1", "2606::1", "::ffff:10.0.0.1", "64:ff9b::a00:1"];
+    let addresses =
+        ["1.1.1.1", "10.1.2.3", "169.254.169.254", "fd00::1", "2606::1", "::ffff:10.0.0.1", "64:ff9b::a00:1"];
     (
         prop::sample::select(addresses.to_vec()).prop_map(|a| a.parse().unwrap()),
         prop::sample::select(vec![80, 443, 8443, 22]),
