@@ -74,6 +74,12 @@ pub fn keepers(data: &Path) -> Vec<u32> {
     processes().filter(|(_, path)| keeper(path) && holds(path)).map(|(pid, _)| pid).collect()
 }
 
+/// Pids of all processes that name a data directory or hold something of it open: spare keepers, and those that have not
+/// yet received what they are for, included.
+pub fn at_work(data: &Path) -> Vec<u32> {
+    processes().filter(|(_, path)| mentions(path, data)).map(|(pid, _)| pid).collect()
+}
+
 /// Namespaces in use on the host, but for those that machines of other data directories use, as `net:[4026531840]`.
 pub fn namespaces(data: &Path) -> BTreeSet<String> {
     let own_tag = tag(data).map(|t| format!("trialrun-{t}"));

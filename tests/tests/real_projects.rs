@@ -107,7 +107,7 @@ struct User {
 impl User {
     fn new(world: &World) -> Result<Self> {
         let home = world.scratch().join("home");
-        fs::create_dir(&home)?;
+        fs::create_dir_all(home.join("tmp"))?;
         fs::set_permissions(world.scratch(), fs::Permissions::from_mode(0o711))?;
         Ok(Self { home })
     }
@@ -128,7 +128,8 @@ impl User {
             let name = name.to_string_lossy();
             name.starts_with("PIP_") || name.to_ascii_lowercase().ends_with("_proxy") || name == "SSL_CERT_FILE"
         }));
-        command.env("HOME", &self.home).env("LANG", "C.UTF-8");
+        // As for a user of this host whose name can be looked up: pytest's folder in /tmp is named by it.
+        command.env("HOME", &self.home).env("LANG", "C.UTF-8").env("TMPDIR", self.home.join("tmp"));
         command.env("PATH", format!("{}/venv/bin:/usr/local/bin:/usr/bin:/bin", self.home.display()));
         command
     }
@@ -203,9 +204,8 @@ fn parity(case: &Case) -> Result<()> {
     done(&mut user.command(&[], &[PYTHON, "-m", "venv", &venv.display().to_string()]))?;
     let own_version = done(&mut user.command(&[], &["venv/bin/python", "--version"]))?;
     ensure!(own_version.out == version.out, "another Python: {} here, {} there", own_version.out, version.out);
-    let pip = ["venv/bin/python", "-m", "pip", "--no-input", "install", "--no-deps"];
-    done(&mut user.command(&[], &[&pip[..], &["-r", "frozen.txt"]].concat()))?;
-    done(&mut user.command(&[], &[&pip[..], &["-e", "./project"]].concat()))?;
+    let pip = ["venv/bin/python", "-m", "pip", "--no-input", "install", "--no-deps", "-r", "frozen.txt", "-e", "./project"];
+    done(&mut user.command(&[], &pip))?;
     let argv: Vec<&str> = report["command"].as_array().into_iter().flatten().filter_map(|w| w.as_str()).collect();
     let options: Vec<&str> =
         argv.iter().copied().skip(3).filter(|w| !w.starts_with("--junitxml=") && !w.starts_with("--cov")).collect();

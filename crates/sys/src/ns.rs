@@ -98,9 +98,12 @@ pub fn clone3(namespaces: Namespaces, cgroup: Option<BorrowedFd<'_>>, body: impl
 /// What clone3(2) or writing the maps says. The caller must be single-threaded and privileged.
 pub fn user_namespace(base: u32, count: u32) -> io::Result<OwnedFd> {
     use std::io::{Read, Write};
-    let (mut wait, mut go) = io::pipe()?;
+    let (mut wait, go) = io::pipe()?;
+    let mut go = Some(go);
     let (mut report, mut done) = io::pipe()?;
     let child = clone3(Namespaces::USER, None, || {
+        // With a copy of its own it would wait for itself, for ever, when the parent is killed.
+        drop(go.take());
         let mut byte = [0];
         if wait.read_exact(&mut byte).is_err() {
             return 1;
@@ -113,6 +116,7 @@ pub fn user_namespace(base: u32, count: u32) -> io::Result<OwnedFd> {
         0
     })?;
     let result = (|| {
+        let go = go.as_mut().ok_or_else(|| io::Error::from(io::ErrorKind::BrokenPipe))?;
         let proc = format!("/proc/{}", child.pid);
         let map = format!("0 {base} {count}\n");
         std::fs::write(format!("{proc}/uid_map"), &map)?;
