@@ -75,9 +75,14 @@ pub fn keepers(data: &Path) -> Vec<u32> {
 }
 
 /// Pids of all processes that name a data directory or hold something of it open: spare keepers, and those that have not
-/// yet received what they are for, included.
+/// yet received what they are for, included. A program of ours in the middle of its exec(2) has no arguments yet that
+/// could be looked at, and counts too.
 pub fn at_work(data: &Path) -> Vec<u32> {
-    processes().filter(|(_, path)| mentions(path, data)).map(|(pid, _)| pid).collect()
+    let starting = |path: &Path| {
+        fs::read(path.join("cmdline")).is_ok_and(|c| c.is_empty())
+            && fs::read_link(path.join("exe")).is_ok_and(|exe| exe == crate::binary())
+    };
+    processes().filter(|(_, path)| mentions(path, data) || starting(path)).map(|(pid, _)| pid).collect()
 }
 
 /// Namespaces in use on the host, but for those that machines of other data directories use, as `net:[4026531840]`.

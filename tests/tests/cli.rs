@@ -34,14 +34,40 @@ fn every_command_has_help_that_names_its_options() {
     let Some(world) = World::new() else { return };
     let run = [
         &MACHINE[..],
-        &["--network", "--timeout", "--user", "--workdir", "--upload", "--no-stdin", "--keep", "--json", "registries", "web", "full"],
+        &[
+            "--network",
+            "--timeout",
+            "--user",
+            "--workdir",
+            "--upload",
+            "--no-stdin",
+            "--keep",
+            "--json",
+            "registries",
+            "web",
+            "full",
+        ],
     ]
     .concat();
     let test = [
         &MACHINE[..],
         &[
-            "--install-network", "--network", "--timeout", "--workers", "--extra", "--group", "--no-install", "--no-cov", "--junit",
-            "--coverage", "--artifacts", "--artifacts-dir", "--keep", "--json", "--quiet", "[default: 20m]",
+            "--install-network",
+            "--network",
+            "--timeout",
+            "--workers",
+            "--extra",
+            "--group",
+            "--no-install",
+            "--no-cov",
+            "--junit",
+            "--coverage",
+            "--artifacts",
+            "--artifacts-dir",
+            "--keep",
+            "--json",
+            "--quiet",
+            "[default: 20m]",
         ],
     ]
     .concat();
@@ -64,12 +90,18 @@ fn every_command_has_help_that_names_its_options() {
         let help = world.program(command).args(["--help"]).run();
         assert_eq!(help.code, Some(0), "{help}");
         assert!(help.err.is_empty(), "{help}");
-        for option in options.iter().chain(&["--data-dir", "TRIALRUN_DATA_DIR", "--cache-dir", "TRIALRUN_CACHE_DIR", "--verbose"]) {
+        for option in
+            options.iter().chain(&["--data-dir", "TRIALRUN_DATA_DIR", "--cache-dir", "TRIALRUN_CACHE_DIR", "--verbose"])
+        {
             assert!(help.out.contains(option), "{command:?} --help does not name {option}: {help}");
         }
     }
     let version = world.program(["--version"]).run();
-    assert_eq!((version.code, version.out.trim()), (Some(0), concat!("trialrun ", env!("CARGO_PKG_VERSION"))), "{version}");
+    assert_eq!(
+        (version.code, version.out.trim()),
+        (Some(0), concat!("trialrun ", env!("CARGO_PKG_VERSION"))),
+        "{version}"
+    );
 }
 
 /// A wrong call has its own code (120), which no test runner uses, and says what would be right.
@@ -83,7 +115,7 @@ fn wrong_calls_name_the_way_out() -> Result<()> {
         (&["--env", "NOT_SET_HERE"], &["--env NOT_SET_HERE", "NOT_SET_HERE=VALUE"]),
         (&["--memory", "12x"], &["--memory", "12x", "512M"]),
         (&["--memory", "1M"], &["--memory is", "must be between"]),
-        (&["--disk", "-1"], &["--disk"]),
+        (&["--disk", "0"], &["--disk is 0", "must be between"]),
         (&["--vcpu", "0"], &["--vcpu is 0", "between 1 and 512"]),
         (&["--pids", "many"], &["--pids", "many"]),
         (&["--timeout", "soon"], &["--timeout", "soon", "10m"]),
@@ -104,7 +136,10 @@ fn wrong_calls_name_the_way_out() -> Result<()> {
     }
     for (call, words) in [
         (&["run", "--image", "host"][..], &["COMMAND", "--help"][..]),
-        (&["run", "--image", "host", "--upload", "nowhere", "--", "true"], &["--upload \"nowhere\"", "HOST_PATH:PATH_INSIDE"]),
+        (
+            &["run", "--image", "host", "--upload", "nowhere", "--", "true"],
+            &["--upload \"nowhere\"", "HOST_PATH:PATH_INSIDE"],
+        ),
         (&["run", "--image", "host", "--user", "nobody-here", "--", "true"], &["nobody-here"]),
         (&["run", "--image", "host", "--workdir", "/no/such", "--", "true"], &["/no/such"]),
         (&["rm", "nope"], &["no running sandbox nope", "trialrun ps"]),
@@ -118,10 +153,15 @@ fn wrong_calls_name_the_way_out() -> Result<()> {
     ] {
         refused(&world.program(call).run(), 120, words);
     }
-    let upload = world.program(["run", "--image", "host", "--upload", "/no/such/file:/workspace/x", "--", "true"]).run();
+    let upload =
+        world.program(["run", "--image", "host", "--upload", "/no/such/file:/workspace/x", "--", "true"]).run();
     refused(&upload, 121, &["/no/such/file"]);
     // With --json the same words come as JSON, too.
-    for call in [&["rm", "nope", "--json"][..], &["image", "inspect", "nope", "--json"], &["run", "--json", "--image", "nope", "--", "true"]] {
+    for call in [
+        &["rm", "nope", "--json"][..],
+        &["image", "inspect", "nope", "--json"],
+        &["run", "--json", "--image", "nope", "--", "true"],
+    ] {
         let output = world.program(call).run();
         let error = output.json();
         assert!(error["schema"] == 1 && error["error"]["exit_code"] == 120, "{output}");
@@ -139,8 +179,24 @@ fn the_doctor_tells_each_finding_with_its_consequence_and_remedy() -> Result<()>
     let findings = report["findings"].as_array().context("findings")?;
     let text = world.program(["doctor"]).run();
     assert_eq!(text.code, Some(0), "{text}");
-    for name in ["root", "kernel", "namespaces", "seccomp", "cgroup layout", "overlay", "id-mapped mounts", "btrfs", "erofs", "nftables", "KVM", "criu", "qemu"] {
-        let finding = findings.iter().find(|f| f["name"].as_str().is_some_and(|n| n.to_lowercase().contains(&name.to_lowercase())));
+    for name in [
+        "root",
+        "kernel",
+        "namespaces",
+        "seccomp",
+        "cgroup layout",
+        "overlay",
+        "id-mapped mounts",
+        "btrfs",
+        "erofs",
+        "nftables",
+        "KVM",
+        "criu",
+        "qemu",
+    ] {
+        let finding = findings
+            .iter()
+            .find(|f| f["name"].as_str().is_some_and(|n| n.to_lowercase().contains(&name.to_lowercase())));
         let finding = finding.with_context(|| format!("{name}: {json}"))?;
         assert!(text.out.contains(finding["name"].as_str().unwrap_or("?")), "{text}");
         let told = |key: &str| finding[key].as_str().is_some_and(|t| !t.is_empty());
@@ -162,7 +218,12 @@ fn lists_are_text_and_json_also_when_they_are_empty() -> Result<()> {
     assert_eq!(world.program(["gc", "--json"]).run().json(), json!({ "schema": 1, "removed": [], "failed": [] }));
     assert_eq!(world.program(["rm", "--all", "--json"]).run().json(), json!({ "schema": 1, "deleted": [] }));
     let images = world.program(["image", "ls", "--json"]).run().json();
-    let python = images["images"].as_array().into_iter().flatten().find(|i| i["names"] == json!(["python"])).context("python")?;
+    let python = images["images"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|i| i["names"] == json!(["python"]))
+        .context("python")?;
     let digest = python["image"]["digest"].as_str().context("a digest")?;
     let text = world.program(["image", "ls"]).run();
     assert!(text.out.contains(digest) && text.out.contains("host: "), "{text}");
@@ -178,7 +239,10 @@ fn lists_are_text_and_json_also_when_they_are_empty() -> Result<()> {
 fn unprivileged(program: &Path, args: &[&str], scratch: &Path) -> Result<Output> {
     let mut command = Command::new("setpriv");
     command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "--"]).arg(program).args(args);
-    command.env("TRIALRUN_DATA_DIR", scratch.join("theirs")).env("TRIALRUN_CACHE_DIR", scratch.join("cache")).env("NO_COLOR", "1");
+    command
+        .env("TRIALRUN_DATA_DIR", scratch.join("theirs"))
+        .env("TRIALRUN_CACHE_DIR", scratch.join("cache"))
+        .env("NO_COLOR", "1");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Ok(Started::new(command.spawn()?, Duration::from_secs(60)).finish())
 }
@@ -191,19 +255,31 @@ fn without_root_one_line_says_so_and_how() -> Result<()> {
     mode(&program, 0o755)?;
     mode(world.scratch(), 0o755)?;
     let calls: [&[&str]; 7] = [
-        &["run", "--", "true"], &["test", "/usr/lib/python3"], &["ps"], &["rm", "x"], &["gc"], &["image", "ls"], &["attach", "x"],
+        &["run", "--", "true"],
+        &["test", "/usr/lib/python3"],
+        &["ps"],
+        &["rm", "x"],
+        &["gc"],
+        &["image", "ls"],
+        &["attach", "x"],
     ];
     for call in calls {
         let output = unprivileged(&program, call, world.scratch())?;
         let wrong_folder = call[0] == "test" && !output.err.contains("root");
-        assert!(output.code == Some(120) && output.out.is_empty() && output.err.lines().count() == 1, "{call:?}: {output}");
+        assert!(
+            output.code == Some(120) && output.out.is_empty() && output.err.lines().count() == 1,
+            "{call:?}: {output}"
+        );
         assert!(wrong_folder || (output.err.contains("root") && output.err.contains("sudo")), "{call:?}: {output}");
     }
     let json = unprivileged(&program, &["ps", "--json"], world.scratch())?;
     assert!(json.json()["error"]["message"].as_str().is_some_and(|m| m.contains("sudo")), "{json}");
     // What needs no rights works.
     let doctor = unprivileged(&program, &["doctor"], world.scratch())?;
-    assert!(doctor.code == Some(0) && doctor.out.contains("MISSING   root") && doctor.out.contains("fix: sudo trialrun"), "{doctor}");
+    assert!(
+        doctor.code == Some(0) && doctor.out.contains("MISSING   root") && doctor.out.contains("fix: sudo trialrun"),
+        "{doctor}"
+    );
     assert_eq!(unprivileged(&program, &["run", "--help"], world.scratch())?.code, Some(0));
     assert!(!world.scratch().join("theirs").exists() && !world.scratch().join("cache").exists());
     Ok(())
@@ -221,7 +297,8 @@ fn directories_that_are_files_or_open_to_others_are_refused() -> Result<()> {
         chown(&dir, owner, None)?;
         Ok(dir)
     };
-    let (read, write, other) = (dir("read", 0o755, None)?, dir("write", 0o777, None)?, dir("other", 0o700, Some(65534))?);
+    let (read, write, other) =
+        (dir("read", 0o755, None)?, dir("write", 0o777, None)?, dir("other", 0o700, Some(65534))?);
     let open = |option: &str, dir: &Path| {
         let dir = dir.display().to_string();
         world.program(["run", "--image", "host", option, &dir, "--", "true"]).run()
@@ -238,7 +315,10 @@ fn directories_that_are_files_or_open_to_others_are_refused() -> Result<()> {
     // The remedy is one.
     mode(&read, 0o700)?;
     assert_eq!(open("--data-dir", &read).code, Some(0));
-    assert!(fs::read_dir(&write)?.next().is_none() && fs::read_dir(&other)?.next().is_none(), "something was put there");
+    assert!(
+        fs::read_dir(&write)?.next().is_none() && fs::read_dir(&other)?.next().is_none(),
+        "something was put there"
+    );
     Ok(())
 }
 
@@ -255,7 +335,20 @@ fn run_passes_input_output_and_exit_status_through() -> Result<()> {
     assert_eq!((unread.code, unread.out.as_str()), (Some(0), ""), "{unread}");
     let both = run(&["--", "sh", "-c", "echo out; echo err >&2; exit 42"]).run();
     assert_eq!((both.code, both.out.as_str(), both.err.as_str()), (Some(42), "out\n", "err\n"), "{both}");
-    let environment = run(&["--env", "A=b=c d", "--env", "HERE", "--workdir", "/tmp", "--user", "root", "--", "sh", "-c", "echo $A $HERE $PWD $(id -u)"]);
+    let environment = run(&[
+        "--env",
+        "A=b=c d",
+        "--env",
+        "HERE",
+        "--workdir",
+        "/tmp",
+        "--user",
+        "root",
+        "--",
+        "sh",
+        "-c",
+        "echo $A $HERE $PWD $(id -u)",
+    ]);
     assert_eq!(environment.env("HERE", "there").run().out, "b=c d there /tmp 0\n");
     for (line, code, said) in [
         (&["true"][..], 0, ""),
@@ -272,9 +365,20 @@ fn run_passes_input_output_and_exit_status_through() -> Result<()> {
         assert!(said.is_empty() == output.err.is_empty(), "{line:?}: {output}");
     }
     let late = run(&["--timeout", "1s", "--", "sh", "-c", "echo so far; sleep 100"]).run();
-    assert!(late.code == Some(124) && late.out == "so far\n" && late.err.contains("timed out after 1.") && late.err.contains("tree was killed"), "{late}");
-    let fat = run(&["--memory", "64M", "--", "python3", "-c", "b = bytearray(1 << 28); b[::4096] = b'x' * len(b[::4096])"]).run();
-    assert!(fat.code == Some(137) && fat.err.contains("memory limit was reached") && fat.err.contains("--memory"), "{fat}");
+    assert!(
+        late.code == Some(124)
+            && late.out == "so far\n"
+            && late.err.contains("timed out after 1.")
+            && late.err.contains("tree was killed"),
+        "{late}"
+    );
+    let fat =
+        run(&["--memory", "64M", "--", "python3", "-c", "b = bytearray(1 << 28); b[::4096] = b'x' * len(b[::4096])"])
+            .run();
+    assert!(
+        fat.code == Some(137) && fat.err.contains("memory limit was reached") && fat.err.contains("--memory"),
+        "{fat}"
+    );
     let full = run(&["--disk", "32M", "--", "sh", "-c", "cat /dev/zero > file"]).run();
     assert!(full.code == Some(1) && full.err.contains("writable layer is full (--disk)"), "{full}");
     Ok(())
@@ -287,14 +391,22 @@ fn run_as_json_keeps_status_output_and_cause_apart() -> Result<()> {
     let three = run(&["--", "sh", "-c", "echo out; echo err >&2; exit 3"]);
     let value = three.json();
     assert!(three.code == Some(3) && three.err.is_empty() && three.out.lines().count() == 1, "{three}");
-    assert!(value["schema"] == 1 && value["exit_code"] == 3 && value["stdout"] == "out\n" && value["stderr"] == "err\n", "{three}");
+    assert!(
+        value["schema"] == 1 && value["exit_code"] == 3 && value["stdout"] == "out\n" && value["stderr"] == "err\n",
+        "{three}"
+    );
     assert!(value["outcome"]["ended"] == "Exited" && value["outcome"]["status"] == json!({ "Code": 3 }), "{three}");
     assert!(value["truncated"] == false && value["stdout_bytes"] == 4, "{three}");
     let signal = run(&["--", "sh", "-c", "kill -9 $$"]);
     assert!(signal.code == Some(137) && signal.json()["outcome"]["status"] == json!({ "Signal": 9 }), "{signal}");
     let missing = run(&["--", "no-such-program"]);
     let refusal = &missing.json()["outcome"]["ended"]["Refused"];
-    assert!(missing.code == Some(127) && refusal["kind"] == "NotFound" && missing.json()["outcome"]["status"] == Value::Null, "{missing}");
+    assert!(
+        missing.code == Some(127)
+            && refusal["kind"] == "NotFound"
+            && missing.json()["outcome"]["status"] == Value::Null,
+        "{missing}"
+    );
     let late = run(&["--timeout", "500ms", "--", "sleep", "100"]);
     assert!(late.code == Some(124) && late.json()["outcome"]["ended"] == "TimedOut", "{late}");
     let much = run(&["--", "sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x"]);
@@ -307,15 +419,33 @@ fn run_as_json_keeps_status_output_and_cause_apart() -> Result<()> {
 #[test]
 fn run_uploads_files_and_folders_first() -> Result<()> {
     let Some(world) = World::with_python() else { return Ok(()) };
-    let dir = project::write(world.scratch(), "with space", &[("a.txt", "a"), ("sub/b.txt", "b"), (".hidden", "h"), ("node_modules/c", "c")]);
+    let dir = project::write(
+        world.scratch(),
+        "with space",
+        &[("a.txt", "a"), ("sub/b.txt", "b"), (".hidden", "h"), ("node_modules/c", "c")],
+    );
     let made = Command::new("mkfifo").arg(dir.join("fifo")).status()?;
     assert!(made.success());
     let upload = format!("{}:/workspace/in/folder", dir.display());
     let file = format!("{}:/workspace/one.txt", dir.join("a.txt").display());
     let output = world
-        .program(["run", "--upload", &upload, "--upload", &file, "--", "sh", "-c", "cd in/folder && find . -type f | sort && cat ../../one.txt && touch mine"])
+        .program([
+            "run",
+            "--upload",
+            &upload,
+            "--upload",
+            &file,
+            "--",
+            "sh",
+            "-c",
+            "cd in/folder && find . -type f | sort && cat ../../one.txt && touch mine",
+        ])
         .run();
-    assert_eq!((output.code, output.out.as_str()), (Some(0), "./.hidden\n./a.txt\n./node_modules/c\n./sub/b.txt\na"), "{output}");
+    assert_eq!(
+        (output.code, output.out.as_str()),
+        (Some(0), "./.hidden\n./a.txt\n./node_modules/c\n./sub/b.txt\na"),
+        "{output}"
+    );
     assert!(output.err.contains("left out: ") && output.err.contains("a FIFO does not travel"), "{output}");
     Ok(())
 }
@@ -328,7 +458,12 @@ fn a_machine_that_run_keeps_is_listed_entered_and_removed() -> Result<()> {
     let listed = world.program(["ps", "--json"]).run().json();
     let row = &listed["sandboxes"][0];
     let id = row["id"].as_str().context("an id")?;
-    assert!(row["state"] == "running" && row["image"] == "python" && row["expires_ms"].as_u64() > row["created_ms"].as_u64(), "{listed}");
+    assert!(
+        row["state"] == "running"
+            && row["image"] == "python"
+            && row["expires_ms"].as_u64() > row["created_ms"].as_u64(),
+        "{listed}"
+    );
     let text = world.program(["ps"]).run();
     assert!(text.out.contains(id) && text.out.contains("running") && text.out.contains("python"), "{text}");
     assert_eq!(world.program(["attach", id, "--", "cat", "file"]).run().out, "left\n");

@@ -31,6 +31,7 @@ fn delays(most: Duration) -> impl Iterator<Item = Duration> {
 fn start(world: &World) -> Started {
     world
         .program(["run", "--image", "host", "--", "sh", "-c", "echo hi; touch f; setsid sleep 0.02 & sleep 0.02"])
+        .patience(PATIENCE)
         .start()
 }
 
@@ -44,15 +45,12 @@ fn usual(world: &World) -> Duration {
 }
 
 fn nothing_left(world: &World, before: &BTreeSet<String>) -> Result<()> {
-    // A process in the middle of its exec(2) shows no arguments for a moment: what is gone must stay so.
+    // A start may be between two looks: what is gone must stay so.
     let mut looks = 0;
     wait_until("processes are gone", Duration::from_secs(20), || {
-        let (keepers, inside) = (leftovers::keepers(world.data()), leftovers::pids_inside(world.data()));
-        if keepers.is_empty() && inside.is_empty() {
-            Ok(())
-        } else {
-            Err(format!("keepers {keepers:?}, inside {inside:?}"))
-        }
+        let (at_work, inside) = (leftovers::at_work(world.data()), leftovers::pids_inside(world.data()));
+        looks = if at_work.is_empty() && inside.is_empty() { looks + 1 } else { 0 };
+        if looks > 10 { Ok(()) } else { Err(format!("at work {at_work:?}, inside {inside:?}")) }
     })?;
     world.collect();
     let left = world.leftovers();

@@ -50,8 +50,11 @@ const ASYNC_TIMEOUT: Case = case("async-timeout", "5.0.1", &["passed", "failed",
 const SQLPARSE: Case = case("sqlparse", "0.6.1", &["passed", "xfailed", "xpassed"]);
 const H11: Case = case("h11", "0.16.0", &["passed"]);
 const ASGIREF: Case = case("asgiref", "3.13.0", &["passed", "skipped", "xfailed"]);
-const MARKUPSAFE: Case =
-    Case { options: &["-n", "auto"], compiled: Some("markupsafe._speedups"), ..case("markupsafe", "3.0.4", &["passed", "skipped"]) };
+const MARKUPSAFE: Case = Case {
+    options: &["-n", "auto"],
+    compiled: Some("markupsafe._speedups"),
+    ..case("markupsafe", "3.0.4", &["passed", "skipped"])
+};
 const SIMPLEJSON: Case =
     Case { compiled: Some("simplejson._speedups"), ..case("simplejson", "4.3.0", &["passed", "skipped"]) };
 
@@ -96,7 +99,14 @@ fn archive(case: &Case) -> Result<PathBuf> {
 
 fn unpack(archive: &Path, dir: &Path) -> Result<()> {
     fs::create_dir_all(dir)?;
-    done(Command::new("tar").args(["-xzf"]).arg(archive).args(["--strip-components=1", "--no-same-owner", "-C"]).arg(dir)).map(drop)
+    done(
+        Command::new("tar")
+            .args(["-xzf"])
+            .arg(archive)
+            .args(["--strip-components=1", "--no-same-owner", "-C"])
+            .arg(dir),
+    )
+    .map(drop)
 }
 
 /// An ordinary user with a home of their own.
@@ -156,25 +166,34 @@ fn last_line(output: &str) -> Option<BTreeMap<&'static str, u64>> {
 }
 
 fn check(case: &Case) {
-    if let Err(error) = parity(case) {
+    match lacks(case) {
+        Ok(None) => {}
+        Ok(Some(what)) => return skip(what),
+        Err(error) => panic!("{error:?}"),
+    }
+    let Some(world) = World::with_python() else { return };
+    // The world outlives the error, so that its directory is kept.
+    if let Err(error) = parity(case, &world) {
         panic!("{} {}: {error:?}", case.name, case.version);
     }
 }
 
-fn parity(case: &Case) -> Result<()> {
+/// What an ordinary user's run would need of this host.
+fn lacks(case: &Case) -> Result<Option<&'static str>> {
     if !Command::new(PYTHON).args(["-c", "import ensurepip, venv"]).status().is_ok_and(|s| s.success()) {
-        skip("needs Debian's python3-venv on the host");
-        return Ok(());
+        return Ok(Some("needs Debian's python3-venv on the host"));
     }
     if case.compiled.is_some() {
         let header = "import os, sysconfig; assert os.path.exists(sysconfig.get_path('include') + '/Python.h')";
         let compiler = Command::new("cc").arg("--version").stdout(Stdio::null()).status();
         if !compiler.is_ok_and(|s| s.success()) || finish(Command::new(PYTHON).args(["-c", header]))?.code != Some(0) {
-            skip("needs a C compiler and Debian's python3-dev on the host");
-            return Ok(());
+            return Ok(Some("needs a C compiler and Debian's python3-dev on the host"));
         }
     }
-    let Some(world) = World::with_python() else { return Ok(()) };
+    Ok(None)
+}
+
+fn parity(case: &Case, world: &World) -> Result<()> {
     let archive = archive(case)?;
     let folder = world.scratch().join(case.name);
     unpack(&archive, &folder)?;
@@ -183,7 +202,8 @@ fn parity(case: &Case) -> Result<()> {
     let output = world.program(["test", "--json", "--keep", "-q"]).args([&folder]).args(case.options).run();
     let report = output.json();
     let listed = world.program(["ps", "--json"]).run().json();
-    let id = listed["sandboxes"][0]["id"].as_str().with_context(|| format!("no machine was kept: {output}"))?.to_owned();
+    let id =
+        listed["sandboxes"][0]["id"].as_str().with_context(|| format!("no machine was kept: {output}"))?.to_owned();
     let inside = |words: &[&str]| world.program(["attach", &id, "--", MACHINE_PYTHON]).args(words).run();
     let frozen = inside(&["-m", "pip", "freeze", "--all", "--exclude-editable"]);
     let version = inside(&["--version"]);
@@ -196,7 +216,7 @@ fn parity(case: &Case) -> Result<()> {
     ensure!(report["tests"]["unreadable"].is_null() && report["tests"]["notes"] == serde_json::json!([]), "{output}");
 
     // As a user.
-    let user = User::new(&world)?;
+    let user = User::new(world)?;
     let (project, venv) = (user.home.join("project"), user.home.join("venv"));
     unpack(&archive, &project)?;
     fs::write(user.home.join("frozen.txt"), &frozen.out)?;
@@ -204,12 +224,16 @@ fn parity(case: &Case) -> Result<()> {
     done(&mut user.command(&[], &[PYTHON, "-m", "venv", &venv.display().to_string()]))?;
     let own_version = done(&mut user.command(&[], &["venv/bin/python", "--version"]))?;
     ensure!(own_version.out == version.out, "another Python: {} here, {} there", own_version.out, version.out);
-    let pip = ["venv/bin/python", "-m", "pip", "--no-input", "install", "--no-deps", "-r", "frozen.txt", "-e", "./project"];
+    let pip =
+        ["venv/bin/python", "-m", "pip", "--no-input", "install", "--no-deps", "-r", "frozen.txt", "-e", "./project"];
     done(&mut user.command(&[], &pip))?;
     let argv: Vec<&str> = report["command"].as_array().into_iter().flatten().filter_map(|w| w.as_str()).collect();
     let options: Vec<&str> =
         argv.iter().copied().skip(3).filter(|w| !w.starts_with("--junitxml=") && !w.starts_with("--cov")).collect();
-    ensure!(argv.starts_with(&[MACHINE_PYTHON, "-m", "pytest"]) && options.iter().all(|o| case.options.contains(o)), "{argv:?}");
+    ensure!(
+        argv.starts_with(&[MACHINE_PYTHON, "-m", "pytest"]) && options.iter().all(|o| case.options.contains(o)),
+        "{argv:?}"
+    );
     let python = venv.join("bin/python").display().to_string();
     if let Some(module) = case.compiled {
         done(&mut user.command(&[], &[&python, "-c", &format!("import {module}")]))?;
@@ -223,11 +247,18 @@ fn parity(case: &Case) -> Result<()> {
         OUTCOMES.iter().map(|o| (*o, report["tests"]["counts"][o].as_u64().unwrap_or(u64::MAX))).collect();
     let told = || format!("\n--- trialrun\n{output}\n--- an ordinary user\n{plain}");
     ensure!(ours == theirs, "other counts: {ours:?} and {theirs:?}{}", told());
-    ensure!(output.code == plain.code && report["exit_code"].as_i64() == plain.code.map(i64::from), "another exit status{}", told());
+    ensure!(
+        output.code == plain.code && report["exit_code"].as_i64() == plain.code.map(i64::from),
+        "another exit status{}",
+        told()
+    );
     for outcome in OUTCOMES {
         ensure!((ours[outcome] > 0) == case.outcomes.contains(&outcome), "{outcome}: {ours:?}{}", told());
     }
-    println!("{} {}: exit {:?}, {ours:?}; trialrun {:?}, user's suite {:?}", case.name, case.version, output.code, output.took, plain.took);
+    println!(
+        "{} {}: exit {:?}, {ours:?}; trialrun {:?}, user's suite {:?}",
+        case.name, case.version, output.code, output.took, plain.took
+    );
     Ok(())
 }
 
@@ -237,7 +268,9 @@ fn together_they_show_every_outcome() {
     for outcome in ["passed", "failed", "skipped", "xfailed", "xpassed"] {
         assert!(quick.iter().any(|case| case.outcomes.contains(&outcome)), "{outcome}");
     }
-    assert!(quick.iter().any(|case| case.options.contains(&"auto")) && quick.iter().any(|case| case.compiled.is_some()));
+    assert!(
+        quick.iter().any(|case| case.options.contains(&"auto")) && quick.iter().any(|case| case.compiled.is_some())
+    );
 }
 
 #[test]

@@ -462,7 +462,7 @@ def test_all_is_here():
     for name in [&b"caf\xe9"[..], b"new\nline", b"\xff\xfe/x", b"locked", b"unreadable"] {
         fs::write(byte(name), "x")?;
     }
-    fs::set_permissions(odd.join("locked"), fs::Permissions::from_mode(0))?;
+    fs::set_permissions(odd.join("locked"), fs::Permissions::from_mode(0o000))?;
     fs::write(world.scratch().join("secret"), "the host's")?;
     for (name, target) in [("loop1", "loop2"), ("loop2", "loop1"), ("up", "../odd")] {
         symlink(target, odd.join(name))?;

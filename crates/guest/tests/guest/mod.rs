@@ -100,6 +100,11 @@ pub fn sh(line: &str) -> Exec {
     argv(&["sh", "-c", line])
 }
 
+/// The agent under test.
+fn program() -> std::ffi::OsString {
+    std::env::var_os("TRIALRUN_GUEST").unwrap_or_else(|| env!("CARGO_BIN_EXE_trialrun-guest").into())
+}
+
 impl Guest {
     pub fn new() -> Self {
         Self::boot(Boot { cwd: b"/".to_vec(), ..Boot::default() })
@@ -119,16 +124,26 @@ impl Guest {
 
     /// As [`Guest::boot_init`], as root of a user namespace with 65,536 ids. Only for root.
     pub fn boot_user_namespace(boot: Boot) -> Self {
-        Self::start(&boot, Command::new("python3").args(["-c", USER_NAMESPACE]))
+        // Its ids reach the program only where everybody may: a checkout can lie in a folder that is root's alone.
+        let mut copy = tempfile::NamedTempFile::new().unwrap();
+        std::io::copy(&mut std::fs::File::open(program()).unwrap(), &mut copy).unwrap();
+        let all = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(copy.path(), all).unwrap();
+        let copy = copy.into_temp_path();
+        Self::start_program(&boot, Command::new("python3").args(["-c", USER_NAMESPACE]), copy.as_os_str().to_owned())
     }
 
     fn start(boot: &Boot, command: &mut Command) -> Self {
+        Self::start_program(boot, command, program())
+    }
+
+    fn start_program(boot: &Boot, command: &mut Command, program: std::ffi::OsString) -> Self {
         let (socket, theirs) = UnixStream::pair().unwrap();
         let (reader, mut writer) = std::io::pipe().unwrap();
         writer.write_all(&boot.encode_to_vec()).unwrap();
         drop(writer);
         let child = command
-            .arg(std::env::var_os("TRIALRUN_GUEST").unwrap_or_else(|| env!("CARGO_BIN_EXE_trialrun-guest").into()))
+            .arg(program)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::from(OwnedFd::from(reader)))
             .spawn()

@@ -44,6 +44,16 @@ fn pytests_own_report_is_counted_as_pytest_counts() {
 }
 
 #[test]
+fn a_collection_error_says_what_failed() {
+    let case = "<testcase classname='' name='test_b'><error message='collection failure'>test_b.py:1: in &lt;module&gt;\n    \
+                import x\nE     File 'x'\nE   ModuleNotFoundError: No module named 'x'</error></testcase>";
+    let first = &ok(format!("<testsuite name='pytest'>{case}</testsuite>")).failures[0];
+    assert_eq!(first.message, "collection failure: ModuleNotFoundError: No module named 'x'");
+    let silent = "<testsuite><testcase name='n'><error message='collection failure'/></testcase></testsuite>";
+    assert_eq!(ok(silent).failures[0].message, "collection failure");
+}
+
+#[test]
 fn an_error_at_teardown_keeps_the_pass() {
     let case = "<testcase classname='c' name='n'><error message='failed on teardown with \"x\"'/></testcase>";
     let suite = format!("<testsuites name='pytest tests'><testsuite name='pytest'>{case}</testsuite></testsuites>");
