@@ -52,7 +52,8 @@ impl Hierarchy {
     /// # Errors
     /// When there is no cgroup2 mount.
     pub fn detect() -> io::Result<Self> {
-        Self::from_mountinfo(&fs::read_to_string("/proc/self/mountinfo")?)
+        // A mount point anywhere on the host may have a name that is not UTF-8.
+        Self::from_mountinfo(&String::from_utf8_lossy(&fs::read("/proc/self/mountinfo")?))
     }
 
     fn from_mountinfo(text: &str) -> io::Result<Self> {

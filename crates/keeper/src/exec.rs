@@ -33,8 +33,8 @@ use trialrun_model::{
 
 /// How long output is still read after the leader's exit, while something else holds the pipes open.
 const DRAIN: Duration = Duration::from_millis(200);
-/// How often the machine is tended while an exec runs.
-const TEND_EVERY: Duration = Duration::from_millis(250);
+/// How often the machine is tended while an exec runs or files are moved.
+pub const TEND_EVERY: Duration = Duration::from_millis(250);
 /// Buffer of one pipe reader.
 const READ_BYTES: usize = 64 << 10;
 

@@ -323,7 +323,15 @@ impl Keeper {
         drop(fds);
         // Ours must not keep the stream open once the agent has its own.
         drop(fd);
-        finish(&mut lines).await
+        // What is written may be large: the room for it is made while it comes, as under an exec.
+        let mut done = std::pin::pin!(finish(&mut lines));
+        let mut tend = tokio::time::interval_at(Instant::now() + exec::TEND_EVERY, exec::TEND_EVERY);
+        loop {
+            tokio::select! {
+                reply = &mut done => return reply,
+                _ = tend.tick() => self.machine.borrow_mut().tend(),
+            }
+        }
     }
 
     async fn describe(&self) -> Result<Reply, CallError> {
