@@ -85,17 +85,16 @@ pub fn at_work(data: &Path) -> Vec<u32> {
     processes().filter(|(_, path)| mentions(path, data) || starting(path)).map(|(pid, _)| pid).collect()
 }
 
-/// Namespaces in use on the host, but for those that machines of other data directories use, as `net:[4026531840]`.
+/// Namespaces in use by what belongs to a data directory, as `net:[4026531840]`: of processes in its cgroups, and of those
+/// that name it or hold something of it open, which a keeper and everything cloned from it do.
 pub fn namespaces(data: &Path) -> BTreeSet<String> {
-    let own_tag = tag(data).map(|t| format!("trialrun-{t}"));
-    let foreign = |path: &Path| {
+    let own_tag = tag(data).map(|t| format!("/trialrun-{t}"));
+    let ours = |path: &Path| {
         let groups = fs::read_to_string(path.join("cgroup")).unwrap_or_default();
-        let machine = groups.contains("/trialrun-") && !own_tag.as_ref().is_some_and(|t| groups.contains(t.as_str()));
-        let keeper = fs::read(path.join("cmdline")).is_ok_and(|c| contains(&c, b"__keeper"));
-        machine || (keeper && !mentions(path, data))
+        own_tag.as_ref().is_some_and(|t| groups.contains(t.as_str())) || mentions(path, data)
     };
     let mut all = BTreeSet::new();
-    for (_, path) in processes().filter(|(_, path)| !foreign(path)) {
+    for (_, path) in processes().filter(|(_, path)| ours(path)) {
         for link in entries(path.join("ns")).chain(entries(path.join("fd"))).filter_map(|l| fs::read_link(l).ok()) {
             let text = link.to_string_lossy().into_owned();
             if text.contains(":[") && !["socket:", "pipe:", "anon_inode:"].iter().any(|p| text.starts_with(p)) {

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use rustix::process::Signal;
-use std::{collections::BTreeSet, path::Path, time::Duration};
+use std::{path::Path, time::Duration};
 use trialrun_driver_container::cgroup::Hierarchy;
 use trialrun_keeper::fault::CREATE_STEPS;
 use trialrun_tests::{
@@ -31,16 +31,17 @@ fn settle(world: &World) {
             Err(format!("keepers {keepers:?}, inside {inside:?}"))
         }
     });
-    gone.unwrap();
+    gone.expect("in time");
     world.collect();
 }
 
-fn nothing_left(world: &World, before: &BTreeSet<String>) {
-    let left = world.leftovers();
-    assert!(left.is_empty(), "{left}");
-    let new: Vec<String> = namespaces(world.data()).difference(before).cloned().collect();
-    // Other tests of this run come and go; what counts is that none is this world's, which no process holds any more.
-    assert!(new.iter().all(|ns| !ns.is_empty()), "{new:?}");
+/// Nothing is left, once a keeper whose machine is gone has given the layers' file system back and ended.
+fn nothing_left(world: &World) {
+    let gone = wait_until("nothing is left", Duration::from_secs(20), || {
+        let (left, spaces) = (world.leftovers(), namespaces(world.data()));
+        if left.is_empty() && spaces.is_empty() { Ok(()) } else { Err(format!("{left}; {spaces:?}")) }
+    });
+    gone.expect("in time");
 }
 
 #[test]
@@ -52,11 +53,7 @@ fn a_step_that_fails_is_undone_at_once() {
         assert_eq!(run.code, Some(121), "{step}: {run}");
         assert!(run.err.contains("fault was injected"), "{step}: {run}");
         // Without any next start.
-        let gone = wait_until(step, Duration::from_secs(10), || {
-            let left = world.leftovers();
-            if left.is_empty() { Ok(()) } else { Err(left.to_string()) }
-        });
-        gone.unwrap();
+        nothing_left(&world);
     }
 }
 
@@ -68,8 +65,7 @@ fn a_process_that_is_killed_at_a_step_leaves_nothing_after_the_next_start() {
             world.program(["run", "--image", "host", "--", "true"]).env("TRIALRUN_FAULT", format!("{step}:kill")).run();
         assert_ne!(run.code, Some(0), "{step}: {run}");
         settle(&world);
-        let left = world.leftovers();
-        assert!(left.is_empty(), "{step}: {left}");
+        nothing_left(&world);
         let run = world.program(["run", "--image", "host", "--", "echo", "works"]).run();
         assert_eq!((run.code, run.out.trim()), (Some(0), "works"), "after {step}: {run}");
     }
@@ -78,7 +74,6 @@ fn a_process_that_is_killed_at_a_step_leaves_nothing_after_the_next_start() {
 #[test]
 fn a_client_that_is_killed_at_any_moment_leaves_nothing() {
     let Some(world) = World::new() else { return };
-    let before = namespaces(world.data());
     for n in 0..KILLS {
         let client = world.program(["run", "--image", "host", "--", "sleep", "0.1"]).start();
         std::thread::sleep(LIFE * n / KILLS);
@@ -86,13 +81,12 @@ fn a_client_that_is_killed_at_any_moment_leaves_nothing() {
         let _ = client.finish();
     }
     settle(&world);
-    nothing_left(&world, &before);
+    nothing_left(&world);
 }
 
 #[test]
 fn a_keeper_that_is_killed_takes_its_machine_along_and_is_told_apart() {
     let Some(world) = World::new() else { return };
-    let before = namespaces(world.data());
     let mut lost = 0;
     for n in 0..KILLS {
         let client = world.program(["run", "--image", "host", "--", "sleep", "0.1"]).start();
@@ -105,7 +99,7 @@ fn a_keeper_that_is_killed_takes_its_machine_along_and_is_told_apart() {
     }
     assert!(lost > 0, "no kill hit a running machine");
     settle(&world);
-    nothing_left(&world, &before);
+    nothing_left(&world);
 }
 
 #[test]
@@ -143,7 +137,7 @@ fn a_kept_machine_outlives_its_client_and_goes_when_it_is_deleted() {
     assert_eq!(attach.out, "kept\n", "{attach}");
     let rm = world.program(["rm", &id]).run();
     assert_eq!(rm.code, Some(0), "{rm}");
-    assert!(world.leftovers().is_empty(), "{}", world.leftovers());
+    nothing_left(&world);
 }
 
 #[test]
@@ -195,7 +189,7 @@ fn a_client_that_is_interrupted_cleans_up() {
         client.signal(signal);
         let run = client.finish();
         assert_eq!(run.code, Some(128 + signal.as_raw()), "{run}");
-        assert!(world.leftovers().is_empty(), "{}", world.leftovers());
+        nothing_left(&world);
     }
 }
 
