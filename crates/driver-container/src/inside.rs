@@ -4,7 +4,7 @@
 //! belong to the *initial* user namespace. Entering the sandbox's own user namespace comes last: from then on it has
 //! every capability there and none over the mounts, the network or the PID namespace it lives in.
 
-use crate::layer::Layer;
+use crate::layer::{Layer, Pool};
 use rustix::{
     fs::{CWD, Mode},
     mount::{
@@ -15,7 +15,7 @@ use rustix::{
 use std::{
     ffi::CStr,
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
 use trialrun_driver::Rootfs;
@@ -27,6 +27,7 @@ use trialrun_sys::{
 /// Everything the child needs, opened before it is born.
 pub struct Inside<'a> {
     pub rootfs: &'a Rootfs,
+    pub pool: &'a Pool,
     pub layer: &'a Layer,
     /// An empty directory to build the root on; only this mount namespace sees that.
     pub stage: &'a Path,
@@ -73,10 +74,6 @@ pub struct StepError {
 
 fn at<T, E: Into<io::Error>>(step: &'static str, result: Result<T, E>) -> Result<T, StepError> {
     result.map_err(|e| StepError { step, cause: e.into() })
-}
-
-fn fd_path(fd: BorrowedFd<'_>, below: &str) -> String {
-    format!("/proc/self/fd/{}{below}", fd.as_raw_fd())
 }
 
 const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
@@ -137,8 +134,7 @@ impl Inside<'_> {
         if let Some(netns) = self.netns {
             at("enter the cell", ns::enter(netns, Namespaces::NET))?;
         }
-        let root = self.stage;
-        at("mount the root", self.overlay(root))?;
+        let root = &at("mount the root", self.overlay(self.stage))?;
         self.proc(root)?;
         at("fill /dev", self.dev(&root.join("dev")))?;
         at("fill /sys", sys(&root.join("sys")))?;
@@ -159,19 +155,37 @@ impl Inside<'_> {
         Ok(())
     }
 
-    fn overlay(&self, root: &Path) -> io::Result<()> {
-        let lowers = self.rootfs.lowers.iter().map(|l| mapped(l, self.userns)).collect::<io::Result<Vec<_>>>()?;
-        let context = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
-        for lower in &lowers {
-            fsconfig_set_string(context.as_fd(), "lowerdir+", fd_path(lower.as_fd(), ""))?;
+    /// Mounts the overlay below the stage and gives its place.
+    ///
+    /// Each layer gets a place of its own first: before Linux 6.15 an overlay takes its layers only from mounts of the
+    /// mounter's namespace, and before 6.8 only as one option (of at most 255 bytes, hence the short relative names).
+    /// These places go with the old root; the overlay keeps its own hold of what it needs.
+    fn overlay(&self, stage: &Path) -> io::Result<PathBuf> {
+        let tmpfs = new_mount("tmpfs", &[("mode", "0700"), ("size", "64k")], NO_EXTRAS)?;
+        attach(tmpfs.as_fd(), stage)?;
+        rustix::process::chdir(stage)?;
+        let place = |name: &str, mount: OwnedFd| -> io::Result<()> {
+            std::fs::create_dir(name)?;
+            Ok(attach(mount.as_fd(), Path::new(name))?)
+        };
+        let mut names = Vec::new();
+        for (n, lower) in self.rootfs.lowers.iter().enumerate() {
+            place(&n.to_string(), mapped(lower, self.userns)?)?;
+            names.push(n.to_string());
         }
-        fsconfig_set_string(context.as_fd(), "upperdir", fd_path(self.layer.dir(), "/u"))?;
-        fsconfig_set_string(context.as_fd(), "workdir", fd_path(self.layer.dir(), "/w"))?;
+        place("p", self.pool.mount()?)?;
+        std::fs::create_dir("root")?;
+        let context = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        fsconfig_set_string(context.as_fd(), "lowerdir", names.join(":"))?;
+        fsconfig_set_string(context.as_fd(), "upperdir", format!("p/{}/u", self.layer.name()))?;
+        fsconfig_set_string(context.as_fd(), "workdir", format!("p/{}/w", self.layer.name()))?;
         // The layer dies with the machine: nothing needs to reach the disk in order.
         fsconfig_set_flag(context.as_fd(), "volatile")?;
         fsconfig_create(context.as_fd())?;
         let mount = fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::MOUNT_ATTR_NODEV)?;
-        Ok(attach(mount.as_fd(), root)?)
+        let root = stage.join("root");
+        attach(mount.as_fd(), &root)?;
+        Ok(root)
     }
 
     fn proc(&self, root: &Path) -> Result<(), StepError> {

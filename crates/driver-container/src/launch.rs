@@ -195,6 +195,7 @@ fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, 
     let namespaces = if spec.netns.is_some() { namespaces } else { namespaces.with(Namespaces::NET) };
     let mut inside = Some(Inside {
         rootfs: &spec.rootfs,
+        pool: &parts.pool,
         layer,
         stage: &stage,
         userns: userns.as_fd(),

@@ -46,13 +46,12 @@ pub struct Pool {
 #[derive(Debug)]
 enum Backing {
     /// Our image file on a loop device.
-    /// The mount's own descriptor is held too: closing it takes the detached mount apart, and what is open below it can
-    /// then no longer be mounted from.
-    Image { file: File, device: LoopDevice, lock: PathBuf, _mount: OwnedFd },
+    /// The mount's own descriptor is held too: the machine's first process moves that mount to a place of its own.
+    Image { file: File, device: LoopDevice, lock: PathBuf, mount: OwnedFd },
     /// The data directory is on btrfs.
-    Native,
+    Native { dir: PathBuf },
     /// A plain directory, with the reason why it is not better.
-    Directory { reason: String },
+    Directory { dir: PathBuf, reason: String },
 }
 
 /// One machine's writable layer: a directory with `u` (upper) and `w` (work).
@@ -89,7 +88,7 @@ impl Pool {
         make_private_dir(&dir).map_err(fail(format!("make {}", dir.display())))?;
         let plain = |reason: String| -> Result<Self, LaunchError> {
             let root = File::open(&dir).map_err(fail(format!("open {}", dir.display())))?;
-            Ok(Self { root: root.into(), backing: Backing::Directory { reason } })
+            Ok(Self { root: root.into(), backing: Backing::Directory { dir: dir.clone(), reason } })
         };
         if std::env::var_os("TRIALRUN_LAYERS").is_some_and(|v| v == "directory") {
             return plain("TRIALRUN_LAYERS=directory asks for it".to_owned());
@@ -98,7 +97,7 @@ impl Pool {
             rustix::fs::statfs(&dir).map_err(|e| LaunchError::new(format!("statfs {}", dir.display()), e.into()))?;
         if stat.f_type as i64 == BTRFS_MAGIC {
             let root = File::open(&dir).map_err(fail(format!("open {}", dir.display())))?;
-            return Ok(Self { root: root.into(), backing: Backing::Native });
+            return Ok(Self { root: root.into(), backing: Backing::Native { dir } });
         }
         match Self::open_image(data_dir) {
             Ok(pool) => Ok(pool),
@@ -140,7 +139,21 @@ impl Pool {
             }
         })?;
         drop(lock);
-        Ok(Self { root, backing: Backing::Image { file, device, lock: lock_path, _mount: mount } })
+        Ok(Self { root, backing: Backing::Image { file, device, lock: lock_path, mount } })
+    }
+
+    /// A mount that has the layers below it and belongs to no mount namespace: for the machine's first process, to be
+    /// attached in its own, since an overlay takes its layers only from its mounter's namespace.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn mount(&self) -> io::Result<OwnedFd> {
+        use rustix::mount::{OpenTreeFlags, open_tree};
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+        match &self.backing {
+            Backing::Image { mount, .. } => mount.try_clone(),
+            Backing::Native { dir } | Backing::Directory { dir, .. } => Ok(open_tree(rustix::fs::CWD, dir, flags)?),
+        }
     }
 
     /// Makes the layer of the machine `name`, owned by the host uid `owner`, holding at most `limit`.
@@ -150,7 +163,7 @@ impl Pool {
     pub fn create(&self, name: &str, owner: u32, limit: ByteSize) -> Result<Layer, LaunchError> {
         let made = match &self.backing {
             Backing::Directory { .. } => rustix::fs::mkdirat(&self.root, name, Mode::RWXU).map_err(io::Error::from),
-            Backing::Image { .. } | Backing::Native => blockdev::create_subvolume(self.root.as_fd(), name),
+            Backing::Image { .. } | Backing::Native { .. } => blockdev::create_subvolume(self.root.as_fd(), name),
         };
         made.map_err(fail(format!("make the layer {name}")))?;
         self.fill(name, owner, limit).inspect_err(|_| drop(self.remove(name)))
@@ -195,7 +208,7 @@ impl Pool {
     pub fn remove(&self, name: &str) -> io::Result<()> {
         let result = match &self.backing {
             Backing::Directory { .. } => remove_tree(self.root.as_fd(), name),
-            Backing::Image { .. } | Backing::Native => blockdev::destroy_subvolume(self.root.as_fd(), name),
+            Backing::Image { .. } | Backing::Native { .. } => blockdev::destroy_subvolume(self.root.as_fd(), name),
         };
         match result {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -222,8 +235,8 @@ impl Pool {
     #[must_use]
     pub fn unlimited_because(&self) -> Option<&str> {
         match &self.backing {
-            Backing::Directory { reason } => Some(reason),
-            Backing::Image { .. } | Backing::Native => None,
+            Backing::Directory { reason, .. } => Some(reason),
+            Backing::Image { .. } | Backing::Native { .. } => None,
         }
     }
 
@@ -233,7 +246,7 @@ impl Pool {
         match self.backing {
             Backing::Directory { .. } => "writable layer: plain directory",
             Backing::Image { .. } => "writable layer: btrfs image",
-            Backing::Native => "writable layer: btrfs",
+            Backing::Native { .. } => "writable layer: btrfs",
         }
     }
 
