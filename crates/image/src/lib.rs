@@ -11,7 +11,7 @@
 //! ```
 //!
 //! An image is a tree and not an erofs file: a fresh file-backed mount costs each start about 4 ms of page-cache misses
-//! and shares no page between machines; a tree's files are shared by all (`reference/lab-container.md`). Every tree has a
+//! and shares no page between machines; a tree's files are shared by all. Every tree has a
 //! parent that only root may enter, so no user of the host reaches the setuid files in it.
 //!
 //! Nothing here mounts anything. The driver stacks the trees and maps their owners.
