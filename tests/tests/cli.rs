@@ -215,7 +215,10 @@ fn lists_are_text_and_json_also_when_they_are_empty() -> Result<()> {
     assert_eq!(world.program(["ps"]).run().out, "no sandboxes\n");
     assert_eq!(world.program(["ps", "--json"]).run().json(), json!({ "schema": 1, "sandboxes": [] }));
     assert_eq!(world.program(["gc"]).run().out, "nothing to remove\n");
-    assert_eq!(world.program(["gc", "--json"]).run().json(), json!({ "schema": 1, "removed": [], "failed": [] }));
+    assert_eq!(
+        world.program(["gc", "--json"]).run().json(),
+        json!({ "schema": 1, "removed": [], "failed": [], "released_bytes": 0 })
+    );
     assert_eq!(world.program(["rm", "--all", "--json"]).run().json(), json!({ "schema": 1, "deleted": [] }));
     let images = world.program(["image", "ls", "--json"]).run().json();
     let python = images["images"]
@@ -380,7 +383,7 @@ fn run_passes_input_output_and_exit_status_through() -> Result<()> {
         "{fat}"
     );
     let full = run(&["--disk", "32M", "--", "sh", "-c", "cat /dev/zero > file"]).run();
-    assert!(full.code == Some(1) && full.err.contains("writable layer is full (--disk)"), "{full}");
+    assert!(full.code == Some(1) && full.err.contains("disk is full (--disk)"), "{full}");
     Ok(())
 }
 

@@ -137,6 +137,13 @@ fn json_answers_are_one_object_with_a_schema() -> Result<()> {
         let ran = world.program(words.split_whitespace()).run();
         assert!(ran.code == Some(0) && ran.json()["schema"] == 1, "{words}: {ran}");
     }
+    // Also of a call that can't be understood.
+    for words in ["run --json --vcpu many -- true", "run --json --memory 1 --image host -- true", "ps --json --nope"] {
+        let ran = world.program(words.split_whitespace()).run();
+        let message = ran.json()["error"]["message"].as_str().unwrap_or_default().to_owned();
+        assert!(ran.code == Some(120) && ran.json()["error"]["exit_code"] == 120 && !message.is_empty(), "{ran}");
+        assert!(!message.contains('\u{1b}'), "{message:?}");
+    }
     let cut = world
         .program(["run", "--json", "--image", "host", "--", "sh", "-c", "head -c 3M /dev/zero | tr '\\0' x"])
         .run()

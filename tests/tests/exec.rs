@@ -5,7 +5,9 @@ use sha2::{Digest, Sha256};
 use std::time::{Duration, Instant};
 use trialrun_engine::{CallErrorKind, Output, Sandbox};
 use trialrun_keeper::wire::Call;
-use trialrun_model::{ByteSize, Command, Ended, ExecKind, ExecSpec, ExitStatus, Limits, RefusalKind, SandboxSpec};
+use trialrun_model::{
+    ByteSize, Command, DiskFull, Ended, ExecKind, ExecSpec, ExitStatus, Limits, PtySize, RefusalKind, SandboxSpec,
+};
 use trialrun_tests::{
     World, create, host, leftovers, program::Started, py, python, root_sh, run, sh, wait_for, wait_until,
 };
@@ -540,14 +542,14 @@ fn a_full_disk_is_an_error_inside_named_in_the_result_and_harmless_outside() -> 
         let fill = "import os\ntry:\n  f = open('/workspace/big', 'wb')\n  while True: f.write(os.urandom(1 << 20)); f.flush(); os.fsync(f.fileno())\nexcept OSError as e:\n  print(e.errno, flush=True); os._exit(9)\n";
         let ran = py(&sandbox, None, fill).await?;
         ensure!(matches!(ran.out.trim(), "28" | "122") && ran.code() == Some(9), "{ran:?}");
-        ensure!(ran.all.outcome.disk_full, "{ran:?}");
+        ensure!(ran.all.outcome.disk_full == Some(DiskFull::Limit), "{ran:?}");
         let size = sh(&sandbox, "stat -c %s /workspace/big").await?.out.trim().parse::<u64>()?;
         ensure!(size <= 32 << 20, "{size}");
         // The neighbour in the same pool does not notice.
         ensure!(sh(&neighbour, "head -c 50M /dev/zero > f && sync f && stat -c %s f").await?.out == "52428800\n");
         // Room again after a removal.
         let again = sh(&sandbox, "rm big && sync && head -c 8M /dev/zero > small && stat -c %s small").await?;
-        ensure!(again.out == "8388608\n" && !again.all.outcome.disk_full, "{again:?}");
+        ensure!(again.out == "8388608\n" && again.all.outcome.disk_full.is_none(), "{again:?}");
         neighbour.delete().await?;
         Ok(sandbox.delete().await?)
     })?;
@@ -556,6 +558,30 @@ fn a_full_disk_is_an_error_inside_named_in_the_result_and_harmless_outside() -> 
         .run();
     assert!(ran.code == Some(1) && ran.err.contains("--disk"), "{ran}");
     Ok(())
+}
+
+#[test]
+fn a_disk_limit_is_reached_at_the_limit_whatever_came_before() -> Result<()> {
+    let Some(world) = World::new() else { return Ok(()) };
+    let stat = rustix::fs::statvfs(world.data())?;
+    // What the pool promises: all of a limit that is at most an eighth of what the host has left.
+    let free = stat.f_bavail * stat.f_frsize;
+    let limit = ByteSize::mib((free >> 20) / 16).min(ByteSize::gib(6));
+    let spec = || with_limits(Limits { disk: limit, ..Limits::default() });
+    world.run(async |engine| {
+        let most = limit.bytes() - (64 << 20);
+        for _ in 0..3 {
+            let sandbox = create(&engine, spec()).await?;
+            // Taken at once, faster than any program writes.
+            let ran = sh(&sandbox, &format!("fallocate -l {most} f && stat -c %s f")).await?;
+            ensure!(ran.out.trim() == most.to_string(), "{ran:?}");
+            let ran = sh(&sandbox, "fallocate -l 128M g").await?;
+            ensure!(!ran.ok() && ran.err.contains("Disk quota exceeded"), "{ran:?}");
+            // Left as it is: the next one finds its whole limit all the same.
+            sandbox.delete().await?;
+        }
+        Ok(())
+    })
 }
 
 #[test]
@@ -676,6 +702,74 @@ fn ctrl_c_ends_the_machine_and_the_exit_status_says_so() -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+/// More than all buffers on the way hold, in both directions at once, and more than a command reads.
+#[test]
+fn input_and_output_of_any_size_flow_at_once_and_hold_no_signal() -> Result<()> {
+    let Some(world) = World::new() else { return Ok(()) };
+    let line = |words: &[&str]| world.program(["run", "--image", "host", "--"]).args(words);
+    let much: Vec<u8> = (0..64u32 << 20).map(|n| b'a' + (n % 23) as u8).collect();
+    let echoed = line(&["cat"]).input(much.clone()).run();
+    ensure!(echoed.code == Some(0) && echoed.out.as_bytes() == much, "{} bytes came back", echoed.out.len());
+    let head = line(&["head", "-c", "3"]).input(much.clone()).run();
+    assert_eq!((head.code, head.out.as_str()), (Some(0), "abc"), "{head}");
+    let client = line(&["sh", "-c", "echo started; exec sleep 1000"]).input(much).start();
+    wait_until("the command runs", SOON, || match leftovers::pids_inside(world.data()).len() {
+        n if n >= 2 => Ok(()),
+        n => Err(format!("{n} processes")),
+    })?;
+    client.signal(rustix::process::Signal::TERM);
+    let ended = client.finish();
+    assert_eq!(ended.code, Some(143), "{ended}");
+    Ok(())
+}
+
+/// What a program on a terminal does not read waits outside of the machine.
+#[test]
+fn a_terminal_takes_input_as_fast_as_it_is_read() -> Result<()> {
+    let Some(world) = World::new() else { return Ok(()) };
+    world.run(async |engine| {
+        let sandbox = create(&engine, host()).await?;
+        let count: usize = 8 << 20;
+        let reads = format!("stty raw -echo; echo ready; read go < /tmp/go; head -c {count} | wc -c");
+        ensure!(sh(&sandbox, "mkfifo /tmp/go").await?.ok());
+        let spec = ExecSpec { pty: Some(PtySize { rows: 24, cols: 80 }), ..shell(&reads) };
+        let mut following = sandbox.exec(spec).await?;
+        let mut seen = Vec::new();
+        while !String::from_utf8_lossy(&seen).contains("ready") {
+            match following.next().await? {
+                Output::Stdout(bytes) => seen.extend(bytes),
+                other => anyhow::bail!("{other:?}"),
+            }
+        }
+        let stdin = following.stdin();
+        let feed = async {
+            for _ in 0..count >> 16 {
+                stdin.write(&[b'x'; 1 << 16]).await?;
+            }
+            anyhow::Ok(())
+        };
+        let rest = async {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            let agent = sh(&sandbox, "grep VmRSS /proc/1/status; echo > /tmp/go").await?;
+            let kib = agent.out.split_whitespace().nth(1).map(str::parse::<usize>);
+            ensure!(matches!(kib, Some(Ok(kib)) if kib < 4096), "the guest agent has {kib:?} KiB");
+            loop {
+                match following.next().await? {
+                    Output::Stdout(bytes) => seen.extend(bytes),
+                    Output::Ended(outcome) => return Ok(outcome),
+                    other => anyhow::bail!("{other:?}"),
+                }
+            }
+        };
+        let (fed, outcome) = tokio::join!(feed, rest);
+        fed?;
+        ensure!(outcome?.status == Some(ExitStatus::Code(0)));
+        let said = String::from_utf8_lossy(&seen).into_owned();
+        ensure!(said.contains(&count.to_string()), "{said:?}");
+        Ok(sandbox.delete().await?)
+    })
 }
 
 #[test]

@@ -174,6 +174,34 @@ fn killing_the_guest_agent_is_a_lost_machine_not_a_result() -> Result<()> {
 }
 
 #[test]
+fn collecting_tells_what_opening_removed_and_gives_the_layers_space_back() -> Result<()> {
+    let Some(world) = World::new() else { return Ok(()) };
+    let image = world.data().join("pool.btrfs");
+    let gc = |world: &World| world.program(["gc", "--json"]).run();
+    let mut lost = String::new();
+    world.run(async |engine| {
+        let sandbox = create(&engine, host()).await?;
+        lost = sandbox.id.to_string();
+        let used = gc(&world);
+        ensure!(used.json()["released_bytes"] == 0 && sh(&sandbox, "true").await?.ok(), "{used}");
+        leftovers::keepers(world.data()).into_iter().for_each(kill);
+        Ok(())
+    })?;
+    wait_until("the keeper is gone", Duration::from_secs(20), || {
+        let left = leftovers::keepers(world.data());
+        if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+    })?;
+    let made = image.exists();
+    let told = gc(&world);
+    assert!(told.json()["removed"] == serde_json::json!([lost]), "{told}");
+    // On a data directory that is btrfs itself there is no image.
+    assert!((told.json()["released_bytes"].as_u64() > Some(0)) == made && !image.exists(), "{told}");
+    let run = world.program(["run", "--image", "host", "--", "echo", "again"]).run();
+    assert!(run.code == Some(0) && run.out == "again\n", "{run}");
+    Ok(())
+}
+
+#[test]
 fn collecting_and_creating_at_once_disturb_neither() -> Result<()> {
     let Some(world) = World::new() else { return Ok(()) };
     world.run(async |engine| {

@@ -83,13 +83,14 @@ fn with_the_network_off_nothing_arrives_and_the_refusal_is_quick_named_and_recor
             let begun = Instant::now();
             let ran = py(&sandbox, None, &connect(&ip, port)).await?;
             ensure!(begun.elapsed() < Duration::from_secs(10), "{ran:?}");
-            ensure!(!ran.out.contains("200 OK"), "{ran:?}");
+            // 127.0.0.1 is the machine's own loopback, where nobody listens.
+            ensure!(ran.out.starts_with("refused ConnectionRefusedError 111"), "{ran:?}");
             let udp = format!("import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ntry: s.sendto(b'x', ({ip:?}, {port})); print('sent')\nexcept OSError as e: print('refused', e.errno)");
             py(&sandbox, None, &udp).await?;
         }
         for name in ["denied.test", "localhost.localdomain.test"] {
             let ran = py(&sandbox, None, &connect(name, 443)).await?;
-            ensure!(ran.out.starts_with("refused"), "{ran:?}");
+            ensure!(ran.out.starts_with("refused gaierror"), "{ran:?}");
         }
         let curl = sh(&sandbox, "curl -sS -m 20 https://example.test/ http://203.0.113.7:8080/x; echo $?").await?;
         ensure!(!curl.out.trim().ends_with("\n0"), "{curl:?}");

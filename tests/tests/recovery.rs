@@ -135,6 +135,9 @@ fn a_kept_machine_outlives_its_client_and_goes_when_it_is_deleted() {
     let id = run.err.split_whitespace().find(|w| w.starts_with("sb-")).expect("the id is said").to_owned();
     let attach = world.program(["attach", &id, "--", "cat", "/workspace/f"]).run();
     assert_eq!(attach.out, "kept\n", "{attach}");
+    let ps = world.program(["ps", "--json"]).run();
+    let row = &ps.json()["sandboxes"][0];
+    assert!(row["id"] == id.as_str() && row["detached"] == true && row["expires_ms"].is_u64(), "{ps}");
     let rm = world.program(["rm", &id]).run();
     assert_eq!(rm.code, Some(0), "{rm}");
     nothing_left(&world);

@@ -1,6 +1,5 @@
 //! Failures of ours or of the call, never of the user's code: what went wrong, the way out, the exit code.
 
-use std::error::Error;
 pub use trialrun_report::exit_codes;
 
 /// Exit code of a failure of ours.
@@ -36,14 +35,18 @@ impl Failure {
         self
     }
 
+    /// As a document for programs.
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::json!({
+            "schema": 1,
+            "error": { "message": self.message, "hint": self.hint, "exit_code": self.code },
+        })
+    }
+
     /// Prints it and gives the exit code.
     pub fn report(&self, json: bool) -> u8 {
         if json {
-            let value = serde_json::json!({
-                "schema": 1,
-                "error": { "message": self.message, "hint": self.hint, "exit_code": self.code },
-            });
-            println!("{value}");
+            println!("{}", self.json());
         }
         eprintln!("trialrun: {}", trialrun_report::terminal::safe(&self.message));
         if let Some(hint) = &self.hint {
@@ -51,21 +54,6 @@ impl Failure {
         }
         self.code
     }
-}
-
-/// An error and its causes, each said once.
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let words = cause.to_string();
-        if !text.contains(&words) {
-            text.push_str(": ");
-            text.push_str(&words);
-        }
-        source = cause.source();
-    }
-    text
 }
 
 impl From<trialrun_engine::CreateError> for Failure {
@@ -77,7 +65,7 @@ impl From<trialrun_engine::CreateError> for Failure {
             }
             _ => {}
         }
-        Self::ours(format!("can't make the machine: {}", chain(&error)))
+        Self::ours(format!("can't make the machine: {}", trialrun_model::error_chain(&error)))
             .hint("trialrun doctor says what this host can do")
     }
 }
@@ -85,7 +73,7 @@ impl From<trialrun_engine::CreateError> for Failure {
 impl From<trialrun_engine::EngineError> for Failure {
     fn from(error: trialrun_engine::EngineError) -> Self {
         use trialrun_engine::EngineError;
-        let failure = Self::ours(format!("can't {}", chain(&error)));
+        let failure = Self::ours(format!("can't {}", trialrun_model::error_chain(&error)));
         match &error {
             EngineError::NotFound(_) => Self::usage(error.to_string()),
             EngineError::Directory { .. } => failure.hint("name another with --data-dir or --cache-dir"),
@@ -102,15 +90,17 @@ impl From<trialrun_engine::CallError> for Failure {
 
 impl From<trialrun_engine::TransferError> for Failure {
     fn from(error: trialrun_engine::TransferError) -> Self {
-        Self::ours(format!("can't {}", chain(&error)))
+        Self::ours(format!("can't {}", trialrun_model::error_chain(&error)))
     }
 }
 
 impl From<trialrun_image::ImageError> for Failure {
     fn from(error: trialrun_image::ImageError) -> Self {
         match error {
-            trialrun_image::ImageError::Unknown { .. } | trialrun_image::ImageError::Host => Self::usage(chain(&error)),
-            _ => Self::ours(chain(&error)),
+            trialrun_image::ImageError::Unknown { .. } | trialrun_image::ImageError::Host => {
+                Self::usage(trialrun_model::error_chain(&error))
+            }
+            _ => Self::ours(trialrun_model::error_chain(&error)),
         }
     }
 }

@@ -37,8 +37,15 @@ fn main() -> ExitCode {
         Ok(args) => args,
         Err(error) => {
             let _ = error.print();
+            if !error.use_stderr() {
+                return ExitCode::SUCCESS;
+            }
+            if std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json") {
+                let words = error.render().to_string();
+                println!("{}", failure::Failure::usage(words.trim_start_matches("error: ").trim()).json());
+            }
             // Clap's own 2 is also pytest's "interrupted".
-            return ExitCode::from(if error.use_stderr() { failure::WRONG_CALL } else { 0 });
+            return ExitCode::from(failure::WRONG_CALL);
         }
     };
     start_log(args.verbose);

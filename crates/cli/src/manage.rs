@@ -68,9 +68,17 @@ pub async fn rm(dirs: &Dirs, options: &Rm) -> Result<u8, Failure> {
 /// When the engine can't be opened.
 pub fn gc(dirs: &Dirs, options: &Json) -> Result<u8, Failure> {
     let engine = context::engine(dirs)?;
-    let recovered = engine.recover();
+    let recovered = engine.collect();
     if options.json {
-        println!("{}", serde_json::json!({ "schema": 1, "removed": recovered.removed, "failed": recovered.failed }));
+        println!(
+            "{}",
+            serde_json::json!({
+                "schema": 1,
+                "removed": recovered.removed,
+                "failed": recovered.failed,
+                "released_bytes": recovered.released_bytes,
+            })
+        );
     } else {
         for id in &recovered.removed {
             println!("removed what was left of {id}");
@@ -78,7 +86,11 @@ pub fn gc(dirs: &Dirs, options: &Json) -> Result<u8, Failure> {
         for failed in &recovered.failed {
             eprintln!("trialrun: can't {failed}");
         }
-        if recovered.removed.is_empty() && recovered.failed.is_empty() {
+        if recovered.released_bytes > 0 {
+            let size = trialrun_model::ByteSize(recovered.released_bytes);
+            println!("gave back {size} that removed machines had used");
+        }
+        if recovered == trialrun_engine::Recovered::default() {
             println!("nothing to remove");
         }
     }

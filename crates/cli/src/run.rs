@@ -176,9 +176,7 @@ fn explain(outcome: &ExecOutcome) {
         How::MachineLost => Some("the machine ended under the command; this is a failure of ours".to_owned()),
         How::Refused(refusal) => Some(refusal.message.clone()),
     };
-    for line in
-        words.into_iter().chain(outcome.disk_full.then(|| "the machine's writable layer is full (--disk)".to_owned()))
-    {
+    for line in words.into_iter().chain(outcome.disk_full.map(|full| full.to_string())) {
         eprintln!("trialrun: {}", trialrun_report::terminal::safe(&line));
     }
 }

@@ -124,7 +124,17 @@ pub async fn follow(
     interrupts: &mut Interrupts,
 ) -> Result<Ended, Failure> {
     let stdin = following.stdin();
-    let mut from = input.then(read_stdin);
+    // By itself: a command that does not read its input meanwhile must hold neither its output nor a signal.
+    let mut feed = std::pin::pin!(async {
+        if input {
+            let mut from = read_stdin();
+            while let Some(bytes) = from.recv().await {
+                let _ = stdin.write(&bytes).await;
+            }
+            let _ = stdin.close().await;
+        }
+    });
+    let mut fed = false;
     let exec = following.exec;
     let mut resized = signal(SignalKind::window_change()).map_err(|e| Failure::ours(e.to_string()))?;
     loop {
@@ -144,20 +154,10 @@ pub async fn follow(
                     return Ok(Ended::Interrupted(13));
                 }
             }
-            piece = next_piece(&mut from) => match piece {
-                Some(bytes) => { let _ = stdin.write(&bytes).await; }
-                None => { from = None; let _ = stdin.close().await; }
-            },
+            () = &mut feed, if !fed => fed = true,
             _ = resized.recv(), if pty => {
                 let _ = client.call(&Call::Resize(exec, terminal::size()), &[]).await;
             }
         }
-    }
-}
-
-async fn next_piece(from: &mut Option<tokio::sync::mpsc::Receiver<Vec<u8>>>) -> Option<Vec<u8>> {
-    match from {
-        Some(from) => from.recv().await,
-        None => std::future::pending().await,
     }
 }

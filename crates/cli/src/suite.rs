@@ -30,6 +30,7 @@ use trialrun_report::{
     coverage, junit, pytest_summary,
     run::{AddedPackage, Artifact, Evidence, Phase, RunReport, Status, Tests, Verdict, group_refused, judge, meaning},
     screen,
+    terminal::Filter,
 };
 
 /// Where the project lies in the machine.
@@ -47,8 +48,8 @@ const TAIL: usize = 64 << 10;
 enum Stop {
     /// A verdict already: the install failed, or something of ours.
     Verdict(Verdict, Option<String>),
-    /// A signal.
-    Interrupted,
+    /// A signal, by its number.
+    Interrupted(i32),
 }
 
 fn ours(stage: &'static str) -> impl FnOnce(String) -> Stop {
@@ -56,12 +57,14 @@ fn ours(stage: &'static str) -> impl FnOnce(String) -> Stop {
 }
 
 fn words(error: &dyn std::error::Error) -> String {
-    crate::failure::chain(error)
+    trialrun_model::error_chain(error)
 }
 
 /// Output passed on while its end is kept.
 struct Tee {
     shown: Shown,
+    /// For a terminal, which the suite's bytes could do more to than show text.
+    filter: Option<Filter>,
     tail: VecDeque<u8>,
     dropped: u64,
 }
@@ -69,6 +72,9 @@ struct Tee {
 impl Drop for Tee {
     /// What comes next begins a line of its own, also after a suite that ended in the middle of one.
     fn drop(&mut self) {
+        if let Some(filter) = &self.filter {
+            let _ = self.shown.write(filter.end());
+        }
         if self.tail.back().is_some_and(|last| *last != b'\n') {
             match self.shown {
                 Shown::Stdout => println!(""),
@@ -87,23 +93,41 @@ enum Shown {
     Nowhere,
 }
 
+impl Shown {
+    fn is_terminal(self) -> bool {
+        match self {
+            Self::Stdout => std::io::stdout().is_terminal(),
+            Self::Stderr => std::io::stderr().is_terminal(),
+            Self::Nowhere => false,
+        }
+    }
+
+    fn write(self, bytes: &[u8]) -> std::io::Result<()> {
+        match self {
+            Self::Nowhere => Ok(()),
+            Self::Stderr => std::io::stderr().lock().write_all(bytes),
+            Self::Stdout => {
+                let mut out = std::io::stdout().lock();
+                out.write_all(bytes)?;
+                out.flush()
+            }
+        }
+    }
+}
+
 impl Tee {
     fn new(shown: Shown) -> Self {
-        Self { shown, tail: VecDeque::new(), dropped: 0 }
+        let filter = shown.is_terminal().then(Filter::default);
+        Self { shown, filter, tail: VecDeque::new(), dropped: 0 }
     }
 
     fn take(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         self.tail.extend(bytes);
         let over = self.tail.len().saturating_sub(TAIL);
         self.tail.drain(..over);
-        match self.shown {
-            Shown::Nowhere => Ok(()),
-            Shown::Stderr => std::io::stderr().lock().write_all(bytes),
-            Shown::Stdout => {
-                let mut out = std::io::stdout().lock();
-                out.write_all(bytes)?;
-                out.flush()
-            }
+        match &mut self.filter {
+            Some(filter) => self.shown.write(&filter.pass(bytes)),
+            None => self.shown.write(bytes),
         }
     }
 
@@ -247,7 +271,7 @@ impl Suite<'_> {
         let sandbox = &self.sandbox;
         let moved = tokio::select! {
             moved = sandbox.upload(&self.test.path, PROJECT, engine_rules) => moved,
-            _ = self.interrupts.next() => return Err(Stop::Interrupted),
+            number = self.interrupts.next() => return Err(Stop::Interrupted(number)),
         };
         let moved = moved.map_err(|e| ours("upload")(words(&e)))?;
         if moved.skipped_total > 0 {
@@ -271,7 +295,7 @@ impl Suite<'_> {
         let client = self.sandbox.client().clone();
         match stream::follow(&client, following, false, false, tee, &mut self.interrupts).await {
             Ok(Ended::Outcome(outcome)) => Ok(outcome),
-            Ok(Ended::Interrupted(_)) => Err(Stop::Interrupted),
+            Ok(Ended::Interrupted(number)) => Err(Stop::Interrupted(number)),
             Err(failure) => Err(ours("install")(failure.message)),
         }
     }
@@ -325,7 +349,7 @@ impl Suite<'_> {
         if outcome.status.is_some_and(trialrun_model::ExitStatus::success) {
             return Ok(outcome.cpu.as_millis() as u64);
         }
-        self.report.disk_full |= outcome.disk_full;
+        self.report.disk_full = self.report.disk_full.or(outcome.disk_full);
         let verdict = match &outcome.ended {
             trialrun_model::Ended::MachineLost => {
                 Verdict::MachineLost { message: "the machine ended during the install".to_owned() }
@@ -403,7 +427,7 @@ impl Suite<'_> {
         let ended = stream::follow(&client, following, false, false, &mut tee, &mut self.interrupts).await;
         let outcome = match ended {
             Ok(Ended::Outcome(outcome)) => outcome,
-            Ok(Ended::Interrupted(_)) => return Err(Stop::Interrupted),
+            Ok(Ended::Interrupted(number)) => return Err(Stop::Interrupted(number)),
             Err(failure) => return Err(ours("tests")(failure.message)),
         };
         self.phase("tests", Some(outcome.cpu.as_millis() as u64));
@@ -442,11 +466,11 @@ impl Suite<'_> {
             _ => None,
         };
         report.left_behind = outcome.left_behind;
-        report.disk_full |= outcome.disk_full;
+        report.disk_full = report.disk_full.or(outcome.disk_full);
         // A disk that was full and is not any more leaves only the test's word.
         let says =
             |text: &str| ["Disk quota exceeded", "No space left on device"].iter().any(|words| text.contains(words));
-        if !report.disk_full && report.tests.iter().flat_map(|t| &t.failures).any(|f| says(&f.text)) {
+        if report.disk_full.is_none() && report.tests.iter().flat_map(|t| &t.failures).any(|f| says(&f.text)) {
             report.notes.push("a failing test says that the disk was full (--disk)".to_owned());
         }
         if matches!(verdict, Verdict::TimedOut { .. } | Verdict::NotStarted { .. } | Verdict::Unproven { .. })
@@ -546,11 +570,14 @@ impl Suite<'_> {
     /// Puts an early end into the report.
     fn stop(&mut self, stop: Stop) {
         let report = &mut self.report;
-        let (verdict, tail) = match stop {
-            Stop::Verdict(verdict, tail) => (verdict, tail),
-            Stop::Interrupted => (Verdict::Interrupted, None),
+        let (verdict, tail) = match &stop {
+            Stop::Verdict(verdict, tail) => (verdict.clone(), tail.clone()),
+            Stop::Interrupted(_) => (Verdict::Interrupted, None),
         };
-        report.exit_code = trialrun_report::run::exit_code(&verdict);
+        report.exit_code = match stop {
+            Stop::Interrupted(signal) => 128 + signal,
+            Stop::Verdict(..) => trialrun_report::run::exit_code(&verdict),
+        };
         report.meaning = meaning(&verdict, true);
         if let Verdict::InstallFailed { status, .. } | Verdict::OutOfMemory { status } = &verdict {
             report.status = *status;
@@ -561,14 +588,14 @@ impl Suite<'_> {
 
     /// Measures, lets the machine go, and prints.
     async fn finish(mut self, stopped: Option<Stop>) -> Result<u8, Failure> {
-        let interrupted = matches!(stopped, Some(Stop::Interrupted));
+        let interrupted = matches!(stopped, Some(Stop::Interrupted(_)));
         if let Some(stop) = stopped {
             self.stop(stop);
         }
         self.steps.clear();
         if let Ok(usage) = self.sandbox.usage().await {
             self.report.peak_memory_bytes = Some(usage.peak_memory.bytes());
-            self.report.disk_full |= usage.disk_full;
+            self.report.disk_full = self.report.disk_full.or(usage.disk_full);
             if usage.oom_kills > 0 && !matches!(self.report.verdict, Verdict::OutOfMemory { .. }) {
                 self.report
                     .notes

@@ -268,16 +268,29 @@ pub(crate) fn free_space(name: &str, dir: &Path) -> Finding {
     )
 }
 
+/// Makes a cell and takes it apart.
 pub(crate) fn nftables() -> Finding {
     let (area, name) = ("network", "nftables");
-    match trialrun_sys::netlink::Socket::open(trialrun_sys::netlink::Family::Netfilter) {
-        Ok(_) => Finding::good(area, name, "in the kernel (a netlink socket opened; no rule was tried)"),
-        Err(error) => Finding::missing(
+    // On a thread of its own: if the way back fails, only that one is in the wrong namespace.
+    let cell = std::thread::spawn(trialrun_net::Cell::create).join();
+    match cell {
+        Ok(Ok(cell)) if cell.listeners.syns.is_some() => {
+            Finding::good(area, name, "a cell was made; it holds the first packet of a connection")
+        }
+        Ok(Ok(_)) => Finding::degraded(
             area,
             name,
-            format!("the kernel refused: {error}"),
-            "a machine's traffic can't be steered to its gateway, so it has no network",
-            "modprobe nf_tables nft_redir nft_ct, or a kernel with CONFIG_NF_TABLES_INET",
+            "a cell was made, without nfnetlink_queue",
+            "a refused connection is reset after its handshake: a test that only connects can pass",
+            "modprobe nfnetlink_queue nft_queue, or a kernel with CONFIG_NETFILTER_NETLINK_QUEUE and CONFIG_NFT_QUEUE",
         ),
+        Ok(Err(error)) => Finding::missing(
+            area,
+            name,
+            format!("no cell could be made: {}", trialrun_model::error_chain(&error)),
+            "a machine's traffic can't be steered to its gateway, so it has no network",
+            "run as root; modprobe nf_tables nft_nat nft_ct nft_reject_inet, or a kernel with CONFIG_NF_TABLES_INET",
+        ),
+        Err(_) => Finding::missing(area, name, "the probe failed", "unknown", "report this as a bug"),
     }
 }

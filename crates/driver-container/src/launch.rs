@@ -306,7 +306,7 @@ impl Machine for ContainerMachine {
 
     fn usage(&self) -> Usage {
         let mut usage = self.cgroup().map_or_else(Usage::default, MachineCgroup::usage);
-        usage.disk_full = self.parts.layer.as_ref().is_some_and(Layer::full);
+        usage.disk_full = self.parts.layer.as_ref().and_then(Layer::full);
         usage
     }
 
@@ -315,8 +315,9 @@ impl Machine for ContainerMachine {
     }
 
     fn tend(&mut self) {
-        // A pool that can't grow gives ENOSPC to who writes; the exec's result names it.
-        let _ = self.parts.pool.grow_if_low();
+        if let Some(layer) = &self.parts.layer {
+            self.parts.pool.tend(layer);
+        }
     }
 
     fn kill(&mut self) {

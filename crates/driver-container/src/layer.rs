@@ -20,27 +20,46 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 use trialrun_driver::LaunchError;
-use trialrun_model::ByteSize;
-use trialrun_sys::blockdev::{self, LoopDevice};
+use trialrun_model::{ByteSize, DiskFull};
+use trialrun_sys::blockdev::{self, BtrfsRoom, LoopDevice};
 
-/// First size of the image file.
-const FIRST_SIZE: u64 = 2 << 30;
-/// Growth per step.
-const STEP: u64 = 2 << 30;
-/// Grow when fewer bytes are free inside.
-const LOW_WATER: u64 = 1 << 30;
+/// What is kept free inside beyond a machine's own limit: what others fill between two looks (100 ms), several times.
+const MARGIN: u64 = 1 << 30;
+/// First size of the image file, where the host has plenty.
+const FIRST_SIZE: u64 = 4 << 30;
+/// Least that is kept free inside, on a host with little room.
+const LEAST_AHEAD: u64 = 256 << 20;
 /// Leave at least this much of the host's file system free.
 const HOST_RESERVE: u64 = 1 << 30;
+/// The image file grows by multiples of this.
+const STEP: u64 = 64 << 20;
+/// When the pool holds more than this, the space of removed layers is asked for rather than waited for.
+const MUCH: u64 = 512 << 20;
+/// How often [`Pool::release`] looks, each 10 ms after the last.
+const RELEASE_LOOKS: u32 = 50;
+/// One part for metadata (256 MiB) is allocated for every so many parts for data (a tenth of the file system each).
+const METADATA_RATIO: &str = "3";
 /// `statfs.f_type` of btrfs, from linux/magic.h.
 const BTRFS_MAGIC: i64 = 0x9123_683e;
 
 /// Where layers live.
 #[derive(Debug)]
 pub struct Pool {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
     root: OwnedFd,
     backing: Backing,
+    /// Whether a thread is at it.
+    growing: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -78,6 +97,10 @@ fn open_dir(at: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
 }
 
 impl Pool {
+    fn new(root: OwnedFd, backing: Backing) -> Self {
+        Self { inner: Arc::new(Inner { root, backing, growing: AtomicBool::new(false) }) }
+    }
+
     /// Opens the pool of a data directory, making it first if need be. `TRIALRUN_LAYERS=directory` forces the plain
     /// directory.
     ///
@@ -88,7 +111,7 @@ impl Pool {
         make_private_dir(&dir).map_err(fail(format!("make {}", dir.display())))?;
         let plain = |reason: String| -> Result<Self, LaunchError> {
             let root = File::open(&dir).map_err(fail(format!("open {}", dir.display())))?;
-            Ok(Self { root: root.into(), backing: Backing::Directory { dir: dir.clone(), reason } })
+            Ok(Self::new(root.into(), Backing::Directory { dir: dir.clone(), reason }))
         };
         if std::env::var_os("TRIALRUN_LAYERS").is_some_and(|v| v == "directory") {
             return plain("TRIALRUN_LAYERS=directory asks for it".to_owned());
@@ -97,7 +120,7 @@ impl Pool {
             rustix::fs::statfs(&dir).map_err(|e| LaunchError::new(format!("statfs {}", dir.display()), e.into()))?;
         if stat.f_type as i64 == BTRFS_MAGIC {
             let root = File::open(&dir).map_err(fail(format!("open {}", dir.display())))?;
-            return Ok(Self { root: root.into(), backing: Backing::Native { dir } });
+            return Ok(Self::new(root.into(), Backing::Native { dir }));
         }
         match Self::open_image(data_dir) {
             Ok(pool) => Ok(pool),
@@ -112,6 +135,36 @@ impl Pool {
     #[must_use]
     pub fn open_existing(data_dir: &Path) -> Option<Self> {
         data_dir.join("layers").exists().then(|| Self::open(data_dir).ok()).flatten()
+    }
+
+    /// Removes the image file if it holds no layer and nobody uses it, and returns how many bytes the host has back.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn release(data_dir: &Path) -> io::Result<u64> {
+        let path = data_dir.join("pool.btrfs");
+        let file = match File::open(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
+            other => other?,
+        };
+        let attached = || LoopDevice::is_attached(&file);
+        if attached()? {
+            return Ok(0);
+        }
+        let empty = Self::open_existing(data_dir).is_some_and(|pool| pool.names().is_ok_and(|names| names.is_empty()));
+        // From here on nobody opens it; who opened it just now keeps it.
+        let _lock = lock(&data_dir.join("pool.lock"))?;
+        for _ in 0..RELEASE_LOOKS {
+            // Our own mount goes away a moment after its descriptors.
+            if empty && !attached()? {
+                use std::os::unix::fs::MetadataExt;
+                let bytes = file.metadata()?.blocks().saturating_mul(512);
+                fs::remove_file(&path)?;
+                return Ok(bytes);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        Ok(0)
     }
 
     fn open_image(data_dir: &Path) -> Result<Self, ImageError> {
@@ -139,7 +192,7 @@ impl Pool {
             }
         })?;
         drop(lock);
-        Ok(Self { root, backing: Backing::Image { file, device, lock: lock_path, mount } })
+        Ok(Self::new(root, Backing::Image { file, device, lock: lock_path, mount }))
     }
 
     /// A mount that has the layers below it and belongs to no mount namespace: for the machine's first process, to be
@@ -150,7 +203,7 @@ impl Pool {
     pub fn mount(&self) -> io::Result<OwnedFd> {
         use rustix::mount::{OpenTreeFlags, open_tree};
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-        match &self.backing {
+        match &self.inner.backing {
             Backing::Image { mount, .. } => mount.try_clone(),
             Backing::Native { dir } | Backing::Directory { dir, .. } => Ok(open_tree(rustix::fs::CWD, dir, flags)?),
         }
@@ -161,17 +214,20 @@ impl Pool {
     /// # Errors
     /// The step that failed; what was made is removed again.
     pub fn create(&self, name: &str, owner: u32, limit: ByteSize) -> Result<Layer, LaunchError> {
-        let made = match &self.backing {
-            Backing::Directory { .. } => rustix::fs::mkdirat(&self.root, name, Mode::RWXU).map_err(io::Error::from),
-            Backing::Image { .. } | Backing::Native { .. } => blockdev::create_subvolume(self.root.as_fd(), name),
+        let made = match &self.inner.backing {
+            Backing::Directory { .. } => {
+                rustix::fs::mkdirat(&self.inner.root, name, Mode::RWXU).map_err(io::Error::from)
+            }
+            Backing::Image { .. } | Backing::Native { .. } => blockdev::create_subvolume(self.inner.root.as_fd(), name),
         };
         made.map_err(fail(format!("make the layer {name}")))?;
+        self.make_room(limit);
         self.fill(name, owner, limit).inspect_err(|_| drop(self.remove(name)))
     }
 
     fn fill(&self, name: &str, owner: u32, limit: ByteSize) -> Result<Layer, LaunchError> {
         let step = || format!("prepare the layer {name}");
-        let dir = open_dir(self.root.as_fd(), name).map_err(fail(step()))?;
+        let dir = open_dir(self.inner.root.as_fd(), name).map_err(fail(step()))?;
         let inner = || -> io::Result<()> {
             rustix::fs::mkdirat(&dir, "u", Mode::RWXU | Mode::RGRP | Mode::XGRP | Mode::ROTH | Mode::XOTH)?;
             rustix::fs::mkdirat(&dir, "w", Mode::RWXU)?;
@@ -186,15 +242,15 @@ impl Pool {
             Ok(())
         };
         inner().map_err(fail(step()))?;
-        let limited = !matches!(self.backing, Backing::Directory { .. }) && self.limit(&dir, limit).is_ok();
+        let limited = !matches!(self.inner.backing, Backing::Directory { .. }) && self.limit(&dir, limit).is_ok();
         Ok(Layer { name: name.to_owned(), dir, limited, limit: limit.bytes() })
     }
 
     fn limit(&self, dir: &OwnedFd, limit: ByteSize) -> io::Result<()> {
         match blockdev::limit_subvolume(dir.as_fd(), limit.bytes()) {
             // Quotas not yet on: a pool from before, or the user's own btrfs.
-            Err(_) if matches!(self.backing, Backing::Image { .. }) => {
-                blockdev::enable_simple_quota(self.root.as_fd())?;
+            Err(_) if matches!(self.inner.backing, Backing::Image { .. }) => {
+                blockdev::enable_simple_quota(self.inner.root.as_fd())?;
                 blockdev::limit_subvolume(dir.as_fd(), limit.bytes())
             }
             other => other,
@@ -206,10 +262,15 @@ impl Pool {
     /// # Errors
     /// What the kernel says.
     pub fn remove(&self, name: &str) -> io::Result<()> {
-        let result = match &self.backing {
-            Backing::Directory { .. } => remove_tree(self.root.as_fd(), name),
-            Backing::Image { .. } | Backing::Native { .. } => blockdev::destroy_subvolume(self.root.as_fd(), name),
+        let result = match &self.inner.backing {
+            Backing::Directory { .. } => remove_tree(self.inner.root.as_fd(), name),
+            Backing::Image { .. } | Backing::Native { .. } => {
+                blockdev::destroy_subvolume(self.inner.root.as_fd(), name)
+            }
         };
+        if self.inner.room().is_some_and(|room| room.used > MUCH) {
+            let _ = blockdev::start_commit(self.inner.root.as_fd());
+        }
         match result {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other,
@@ -222,7 +283,7 @@ impl Pool {
     /// What reading the directory says.
     pub fn names(&self) -> io::Result<Vec<String>> {
         let mut names = Vec::new();
-        for entry in rustix::fs::Dir::read_from(&self.root)? {
+        for entry in rustix::fs::Dir::read_from(&self.inner.root)? {
             let name = entry?.file_name().to_string_lossy().into_owned();
             if name != "." && name != ".." {
                 names.push(name);
@@ -234,7 +295,7 @@ impl Pool {
     /// Why sizes are not limited, if they are not.
     #[must_use]
     pub fn unlimited_because(&self) -> Option<&str> {
-        match &self.backing {
+        match &self.inner.backing {
             Backing::Directory { reason, .. } => Some(reason),
             Backing::Image { .. } | Backing::Native { .. } => None,
         }
@@ -243,37 +304,103 @@ impl Pool {
     /// A word for the isolation report.
     #[must_use]
     pub fn label(&self) -> &'static str {
-        match self.backing {
+        match self.inner.backing {
             Backing::Directory { .. } => "writable layer: plain directory",
             Backing::Image { .. } => "writable layer: btrfs image",
             Backing::Native { .. } => "writable layer: btrfs",
         }
     }
 
-    /// Grows the image file if little is free inside and the host has room.
-    ///
-    /// # Errors
-    /// What the kernel says; the pool stays usable at its size.
-    pub fn grow_if_low(&self) -> io::Result<()> {
-        let Backing::Image { file, device, lock: lock_path, .. } = &self.backing else { return Ok(()) };
-        if free_bytes(&rustix::fs::fstatvfs(&self.root)?) >= LOW_WATER {
-            return Ok(());
+    /// Looks after a machine that may write at once: what its predecessors left is given back, and the pool grows. At
+    /// worst the machine gets ENOSPC, which is named.
+    fn make_room(&self, limit: ByteSize) {
+        let Some(room) = self.inner.room() else { return };
+        if room.used > MUCH {
+            let _ = blockdev::start_commit(self.inner.root.as_fd());
         }
+        if room.free >= self.inner.ahead(limit.bytes()) {
+            return;
+        }
+        // Growing waits for a commit: next to nothing in a pool that is nearly empty.
+        if room.used < MUCH || room.free < LEAST_AHEAD {
+            let _ = self.inner.grow(limit.bytes());
+        } else {
+            self.grow_behind(limit.bytes());
+        }
+    }
+
+    /// Has the pool grow in the background if less is free inside than `layer` may still want. To be called often while a
+    /// machine writes.
+    pub fn tend(&self, layer: &Layer) {
+        if self.inner.room().is_some_and(|room| room.free < self.inner.ahead(layer.limit)) {
+            self.grow_behind(layer.limit);
+        }
+    }
+
+    /// The writer goes on meanwhile.
+    fn grow_behind(&self, limit: u64) {
+        let inner = self.inner.clone();
+        if inner.growing.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let grow = move || {
+            if let Err(error) = inner.grow(limit) {
+                tracing::debug!(%error, "the pool of layers does not grow");
+            }
+            inner.growing.store(false, Ordering::Release);
+        };
+        if let Err(error) = std::thread::Builder::new().name("pool".to_owned()).spawn(grow) {
+            tracing::warn!(%error, "no thread to grow the pool of layers");
+            self.inner.growing.store(false, Ordering::Release);
+        }
+    }
+}
+
+impl Inner {
+    /// What is left inside, for an image file of ours.
+    fn room(&self) -> Option<BtrfsRoom> {
+        let Backing::Image { .. } = &self.backing else { return None };
+        let told = blockdev::btrfs_room(self.root.as_fd()).or_else(|_| {
+            let stat = rustix::fs::fstatvfs(&self.root)?;
+            let used = stat.f_blocks.saturating_sub(stat.f_bfree).saturating_mul(stat.f_frsize);
+            io::Result::Ok(BtrfsRoom { free: free_bytes(&stat), used })
+        });
+        told.ok()
+    }
+
+    /// How much to keep free inside for a machine with this limit.
+    fn ahead(&self, limit: u64) -> u64 {
+        let Backing::Image { file, .. } = &self.backing else { return 0 };
+        rustix::fs::fstatvfs(file).map_or(0, |host| ahead(free_bytes(&host), limit))
+    }
+
+    /// Grows the image file if little is free inside and the host has room.
+    fn grow(&self, limit: u64) -> io::Result<()> {
+        let Backing::Image { file, device, lock: lock_path, .. } = &self.backing else { return Ok(()) };
         let _lock = lock(lock_path)?;
         // Somebody may have grown it while we waited.
         device.refresh_size()?;
         blockdev::grow_to_device(self.root.as_fd())?;
-        if free_bytes(&rustix::fs::fstatvfs(&self.root)?) >= LOW_WATER {
+        let (host, inside) = (free_bytes(&rustix::fs::fstatvfs(file)?), self.room().map_or(0, |room| room.free));
+        let ahead = ahead(host, limit);
+        if inside >= ahead {
             return Ok(());
         }
-        if free_bytes(&rustix::fs::fstatvfs(file)?) < STEP + HOST_RESERVE {
+        let step = (ahead + MARGIN - inside).min(host.saturating_sub(HOST_RESERVE)) / STEP * STEP;
+        if step == 0 {
             return Err(io::Error::from(io::ErrorKind::StorageFull));
         }
         let size = file.metadata()?.len();
-        rustix::fs::fallocate(file, FallocateFlags::empty(), size, STEP)?;
+        rustix::fs::fallocate(file, FallocateFlags::empty(), size, step)?;
         device.refresh_size()?;
         blockdev::grow_to_device(self.root.as_fd())
     }
+}
+
+/// How much to keep free inside for a machine with this limit, on a host that has `host` bytes left: all that it may
+/// write, so that the limit is what it meets, as long as that is a small part of what the host has.
+fn ahead(host: u64, limit: u64) -> u64 {
+    limit.saturating_add(MARGIN).min(host / 8).max(LEAST_AHEAD)
 }
 
 fn free_bytes(stat: &StatVfs) -> u64 {
@@ -308,20 +435,21 @@ impl Layer {
         if self.limited { blockdev::limit_subvolume(self.dir.as_fd(), limit.bytes()) } else { Ok(()) }
     }
 
-    /// Whether it is full: under a quota, statvfs(3) tells the subvolume's own numbers.
+    /// Whether it is full, by its own limit or for want of space on the host.
     #[must_use]
-    pub fn full(&self) -> bool {
+    pub fn full(&self) -> Option<DiskFull> {
         // A trial write is the kernel's own answer; the blocks are given back at once.
         let open = rustix::fs::openat(&self.dir, "probe", OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RWXU);
-        let full = match open {
-            Ok(file) => matches!(
-                rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, (self.limit / 64).clamp(4096, 1 << 20)),
-                Err(rustix::io::Errno::DQUOT | rustix::io::Errno::NOSPC)
-            ),
-            Err(e) => matches!(e, rustix::io::Errno::DQUOT | rustix::io::Errno::NOSPC),
-        };
+        let tried = open.and_then(|file| {
+            let bytes = (self.limit / 64).clamp(4096, 1 << 20);
+            rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes)
+        });
         let _ = rustix::fs::unlinkat(&self.dir, "probe", rustix::fs::AtFlags::empty());
-        full
+        match tried {
+            Err(rustix::io::Errno::DQUOT) => Some(DiskFull::Limit),
+            Err(rustix::io::Errno::NOSPC) => Some(DiskFull::Host),
+            _ => None,
+        }
     }
 }
 
@@ -331,6 +459,11 @@ fn mount_detached(device: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
     // What is in the pool dies with its machine: no barrier, and a commit only now and then.
     rustix::mount::fsconfig_set_flag(context.as_fd(), "nobarrier")?;
     rustix::mount::fsconfig_set_string(context.as_fd(), "commit", "120")?;
+    // What was allocated ahead stays so: a discarded part would be a hole in the image file, which a full host can't fill.
+    rustix::mount::fsconfig_set_flag(context.as_fd(), "nodiscard")?;
+    // Data would take all there is (the kernel keeps a fifth of its part empty) and leave metadata its first 8 MiB:
+    // making a file then fails for want of space long before the limit. A part for it after each so many for data.
+    rustix::mount::fsconfig_set_string(context.as_fd(), "metadata_ratio", METADATA_RATIO)?;
     rustix::mount::fsconfig_create(context.as_fd())?;
     let attributes = MountAttrFlags::MOUNT_ATTR_NOATIME | MountAttrFlags::MOUNT_ATTR_NODEV;
     let mount = rustix::mount::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
@@ -362,8 +495,10 @@ fn make_image(path: &Path) -> Result<(), ImageError> {
     let step = || format!("make {}", path.display());
     let build = || -> Result<(), ImageError> {
         let file = File::create(&fresh).map_err(fail(step()))?;
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, FIRST_SIZE).map_err(|e| LaunchError {
-            step: format!("allocate {} for {}", ByteSize(FIRST_SIZE), path.display()),
+        let host = rustix::fs::fstatvfs(&file).map_err(|e| LaunchError::new(step(), e.into()))?;
+        let size = ahead(free_bytes(&host), FIRST_SIZE - MARGIN);
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size).map_err(|e| LaunchError {
+            step: format!("allocate {} for {}", ByteSize(size), path.display()),
             way_out: Some("free space there, or put the data directory elsewhere (TRIALRUN_DATA_DIR)".to_owned()),
             cause: e.into(),
         })?;

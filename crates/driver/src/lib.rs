@@ -25,7 +25,7 @@ use std::{
     path::PathBuf,
     time::Duration,
 };
-use trialrun_model::{ByteSize, ExecId, Isolation, Limits, LineageId, SandboxId};
+use trialrun_model::{ByteSize, DiskFull, ExecId, Isolation, Limits, LineageId, SandboxId};
 
 /// What a driver can do on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -122,8 +122,8 @@ pub struct Usage {
     pub pids_refused: u64,
     /// Bytes in the writable layer, where the driver can tell.
     pub disk: Option<ByteSize>,
-    /// The writable layer's limit is reached (fewer than 1 MiB left).
-    pub disk_full: bool,
+    /// Whether the writable layer is full (fewer than 1 MiB left).
+    pub disk_full: Option<DiskFull>,
 }
 
 /// Makes machines.

@@ -26,6 +26,10 @@ use trialrun_keeper::wire::{Call, FileOp, Reply};
 
 /// Buffer between the walk and the stream.
 const BUFFER_BYTES: usize = 256 << 10;
+/// Files below this size are not searched for holes.
+const SPARSE_FROM: u64 = 64 << 10;
+/// A file with more segments of data than this is sent whole.
+const MAX_SEGMENTS: u32 = 100_000;
 /// How many left-out entries are named.
 const NAMED_SKIPS: usize = 100;
 
@@ -312,6 +316,12 @@ fn append(tar: &mut Tar, path: &Path, name: &Path, moved: &mut Moved) -> Result<
         }
     } else if kind.is_file() {
         match File::open(path) {
+            // Its metadata is read again, so that what is announced is what the segments were found in. One that shrinks
+            // meanwhile breaks the stream, which the machine reports.
+            Ok(mut file) if has_holes(&file, &meta) => {
+                moved.bytes += meta.len();
+                tar.append_file(name, &mut file)
+            }
             Ok(file) => {
                 moved.bytes += meta.len();
                 // A file that shrinks or grows while it is read is padded or cut to the size that was announced.
@@ -335,6 +345,51 @@ fn append(tar: &mut Tar, path: &Path, name: &Path, moved: &mut Moved) -> Result<
     };
     moved.files += 1;
     result.map_err(host("send", path))
+}
+
+/// Whether a file has holes worth leaving out, and no more segments than any reader takes.
+fn has_holes(file: &File, meta: &std::fs::Metadata) -> bool {
+    use rustix::fs::{SeekFrom, seek};
+    if meta.len() < SPARSE_FROM || meta.blocks().saturating_mul(512) >= meta.len() {
+        return false;
+    }
+    let (mut at, mut holes, mut segments) = (0, false, 0);
+    let sparse = loop {
+        if at >= meta.len() || segments > MAX_SEGMENTS {
+            break holes && segments <= MAX_SEGMENTS;
+        }
+        match seek(file, SeekFrom::Data(at)) {
+            Ok(data) => {
+                holes |= data > at;
+                segments += 1;
+                match seek(file, SeekFrom::Hole(data)) {
+                    Ok(end) if end > data => at = end,
+                    _ => break false, // it changes under our eyes, or its file system can't tell
+                }
+            }
+            Err(Errno::NXIO) => break true,
+            Err(_) => break false,
+        }
+    };
+    seek(file, SeekFrom::Start(0)).is_ok() && sparse
+}
+
+/// Copies, leaving out what is zero: the file gets holes there.
+fn copy_sparse(from: &mut impl Read, to: &File) -> io::Result<()> {
+    use std::os::unix::fs::FileExt;
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut at = 0;
+    loop {
+        let n = match from.read(&mut buffer) {
+            Ok(0) => return to.set_len(at),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            other => other?,
+        };
+        if buffer[..n].iter().any(|b| *b != 0) {
+            to.write_all_at(&buffer[..n], at)?;
+        }
+        at += n as u64;
+    }
 }
 
 fn save_file(stream: UnixStream, dest: &Path, limits: DownloadLimits) -> Result<Moved, TransferError> {
@@ -487,7 +542,10 @@ fn unpack(stream: UnixStream, dest: &Path, root: &str, limits: DownloadLimits) -
             }
         } else if kind.is_file() || kind == tar::EntryType::GNUSparse {
             let file = create(parent, file_name, mode).map_err(write)?;
-            io::copy(&mut entry, &mut File::from(file)).map_err(host("write", &place))?;
+            let mut file = File::from(file);
+            let copied =
+                if kind.is_file() { io::copy(&mut entry, &mut file).map(drop) } else { copy_sparse(&mut entry, &file) };
+            copied.map_err(host("write", &place))?;
         } else if kind.is_symlink() {
             let target = entry.link_name().map_err(hostile)?.unwrap_or_default().into_owned();
             if stays_inside(&name, &target, Path::new(root)) {
@@ -561,6 +619,41 @@ fn link(folder: &Folder, target: &Path, name: &Path, moved: &mut Moved) -> rusti
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn holes_do_not_travel_and_come_back_as_holes() {
+        use std::os::unix::fs::FileExt;
+        let dir = tempfile::tempdir().unwrap();
+        let from = dir.path().join("from");
+        std::fs::create_dir(&from).unwrap();
+        // At the beginning, in the middle, at the end, nothing but a hole, none at all; more segments than one header
+        // has.
+        let data = |offsets: &[u64], size: u64, name: &str| {
+            let file = File::create(from.join(name)).unwrap();
+            offsets.iter().for_each(|at| file.write_all_at(&[7; 4096], *at).unwrap());
+            file.set_len(size).unwrap();
+        };
+        let mib = 1 << 20;
+        data(&[8 * mib], 64 * mib, "both-ends");
+        data(&[0, 32 * mib], 32 * mib + 4096, "middle");
+        data(&[], 64 * mib, "hole");
+        data(&[0], 4096, "none");
+        data(&(0..64).map(|n| n * mib).collect::<Vec<_>>(), 64 * mib, &"many-segments".repeat(15));
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let to = dir.path().join("to");
+        let (source, target) = (from.clone(), to.clone());
+        let reader = std::thread::spawn(move || unpack(theirs, &target, "/workspace/p", DownloadLimits::default()));
+        let sent = pack(&source, ours, &UploadRules::default()).unwrap();
+        let got = reader.join().unwrap().unwrap();
+        assert_eq!((sent.files, sent.bytes), (got.files, got.bytes));
+        for entry in std::fs::read_dir(&from).unwrap() {
+            let name = entry.unwrap().file_name();
+            let (before, after) = (from.join(&name), to.join(&name));
+            assert!(std::fs::read(&before).unwrap() == std::fs::read(&after).unwrap(), "{}", name.display());
+            let blocks = |path: &Path| path.metadata().unwrap().blocks() * 512;
+            assert!(blocks(&after) <= blocks(&before) + mib, "{}: {}", name.display(), blocks(&after));
+        }
+    }
 
     #[test]
     fn links_are_judged_by_where_they_lead() {

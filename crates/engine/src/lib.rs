@@ -61,6 +61,8 @@ struct Inner {
     spares: Mutex<Vec<create::Spare>>,
     /// Held so that layers' file system stays mounted while the engine lives.
     warm: Mutex<Option<Box<dyn std::any::Any + Send>>>,
+    /// What was removed when it was opened, until somebody asks.
+    recovered: Mutex<Recovered>,
 }
 
 impl Engine {
@@ -91,8 +93,15 @@ impl Engine {
         let store = Store::open(&config.data_dir).map_err(EngineError::Store)?;
         let tag = store.instance_tag()?;
         let images = ImageStore::open(&config.cache_dir).map_err(EngineError::Image)?;
-        let inner =
-            Inner { config, store: Mutex::new(store), tag, images, spares: Mutex::new(spares), warm: Mutex::new(None) };
+        let inner = Inner {
+            config,
+            store: Mutex::new(store),
+            tag,
+            images,
+            spares: Mutex::new(spares),
+            warm: Mutex::new(None),
+            recovered: Mutex::default(),
+        };
         let engine = Self { inner: Arc::new(inner) };
         engine.recover_if_needed();
         Ok(engine)

@@ -9,6 +9,7 @@ use rustix::fs::FlockOperation;
 use std::{
     fs::{self, File},
     path::Path,
+    sync::PoisonError,
 };
 use trialrun_model::SandboxId;
 
@@ -19,6 +20,18 @@ pub struct Recovered {
     pub removed: Vec<String>,
     /// What could not be removed, in words.
     pub failed: Vec<String>,
+    /// Bytes that the host has back.
+    pub released_bytes: u64,
+}
+
+impl Recovered {
+    fn add(&mut self, other: Self) {
+        self.removed.extend(other.removed);
+        self.removed.sort();
+        self.removed.dedup();
+        self.failed.extend(other.failed);
+        self.released_bytes += other.released_bytes;
+    }
 }
 
 impl Engine {
@@ -62,6 +75,21 @@ impl Engine {
         result
     }
 
+    /// As [`Self::recover`], and gives back the space of layers that are gone. What was removed when the engine was opened
+    /// is counted too, once.
+    pub fn collect(&self) -> Recovered {
+        let mut result = std::mem::take(&mut *self.inner.recovered.lock().unwrap_or_else(PoisonError::into_inner));
+        result.add(self.recover());
+        match self
+            .gate(FlockOperation::LockExclusive)
+            .and_then(|_gate| trialrun_keeper::release_layers(self.data_dir()))
+        {
+            Ok(bytes) => result.released_bytes = bytes,
+            Err(e) => result.failed.push(format!("give back the space of layers: {e}")),
+        }
+        result
+    }
+
     /// As [`Self::recover`], when anything looks dead. Cheap otherwise.
     pub(crate) fn recover_if_needed(&self) {
         let machines = self.data_dir().join("machines");
@@ -72,6 +100,7 @@ impl Engine {
         if dead_row || dead_dir() {
             let recovered = self.recover();
             tracing::info!(removed = recovered.removed.len(), failed = ?recovered.failed, "recovered");
+            self.inner.recovered.lock().unwrap_or_else(PoisonError::into_inner).add(recovered);
         }
     }
 

@@ -207,7 +207,7 @@ impl Sandbox {
     /// A lost machine.
     pub async fn keep(mut self, lease: Duration) -> Result<SandboxId, CallError> {
         self.client.call(&Call::Detach(lease), &[]).await?;
-        let _ = self.engine.store(|store| store.set_expires(&self.id, Some(expiry_ms(lease))));
+        let _ = self.engine.store(|store| store.detach(&self.id, Some(expiry_ms(lease))));
         self.control = None;
         Ok(self.id.clone())
     }

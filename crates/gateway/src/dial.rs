@@ -49,18 +49,6 @@ pub(crate) enum DialError {
     TimedOut(u64),
 }
 
-/// One line with its causes, for a record.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}
-
 /// Dials what the permit was given for.
 pub(crate) async fn dial(shared: &Shared, facts: &Facts, _permit: &Permit) -> Result<TcpStream, DialError> {
     let limit = shared.config.dial_timeout;

@@ -14,7 +14,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 use tokio::{io::unix::AsyncFd, sync::Semaphore, task::AbortHandle};
-use trialrun_net::CellListeners;
+use trialrun_net::{CellListeners, SynQueue};
 use trialrun_policy::Policy;
 
 /// Makes gateways.
@@ -42,11 +42,11 @@ impl Gateway {
         for listener in [Some(listeners.dns_tcp_v4), listeners.dns_tcp_v6].into_iter().flatten() {
             handle.run("dns over tcp", serve_tcp(shared.clone(), listener, dns_limit.clone()));
         }
+        if let Some(syns) = listeners.syns {
+            handle.run("connections that begin", judge_syns(shared.clone(), watch(syns)?));
+        }
         if let Some(refused) = listeners.refused {
-            // Deprecated for types that may close or change their descriptor; an OwnedFd does neither.
-            #[allow(deprecated)]
-            let refused = AsyncFd::new(refused)?;
-            handle.run("refused packets", record_refused(shared, refused));
+            handle.run("refused packets", record_refused(shared, watch(refused)?));
         }
         Ok(handle)
     }
@@ -113,6 +113,33 @@ impl GatewayHandle {
 impl Drop for GatewayHandle {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Gives a descriptor to the runtime.
+fn watch<T: std::os::fd::AsRawFd>(owner: T) -> io::Result<AsyncFd<T>> {
+    // Deprecated for types that may close or change their descriptor; those here own one and do neither.
+    #[allow(deprecated)]
+    AsyncFd::new(owner)
+}
+
+/// Refuses connections that nothing they could say would open, before their handshake: connect(2) fails. What passes
+/// here is judged again when it has been heard.
+async fn judge_syns(shared: Arc<Shared>, queue: AsyncFd<SynQueue>) -> io::Result<()> {
+    loop {
+        let mut ready = queue.readable().await?;
+        let waiting = match ready.try_io(|queue| queue.get_ref().receive()) {
+            Err(_would_block) => continue,
+            // ENOBUFS: the kernel let some through, to be judged behind their handshake.
+            Ok(Err(_)) => continue,
+            Ok(Ok(waiting)) => waiting,
+        };
+        for syn in waiting {
+            let refused = syn.destination.is_some_and(|destination| tcp::refuse_unheard(&shared, destination));
+            if let Err(error) = queue.get_ref().answer(syn, !refused) {
+                tracing::warn!(%error, "a connection of the cell stays without an answer");
+            }
+        }
     }
 }
 

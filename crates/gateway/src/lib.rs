@@ -1,7 +1,8 @@
 //! The only way out of a cell: answers its DNS queries, hears its connections, asks the policy, dials and carries bytes.
 //!
 //! ```text
-//! sandbox ──steered by the cell──> listeners ──> hear (TLS name, HTTP Host) ──> decide ──> dial ──> carry
+//! sandbox ──first packet, held by the cell──> could anything it says be allowed? if not, connect(2) fails
+//!            ├── steered by the cell ──> listeners ──> hear (TLS name, HTTP Host) ──> decide ──> dial ──> carry
 //!            └── DNS ──> stub: decide name, resolve on the host, filter addresses, remember address → names
 //! ```
 //!

@@ -1,7 +1,8 @@
 //! One TCP connection from the cell, from accept to end.
 //!
 //! ```text
-//! accepted ─> refused unheard (nothing it could say would help)
+//! begun ─> refused unheard: connect(2) fails (nothing it could say would help)
+//!   └─> accepted
 //!     └─> heard (TLS, HTTP, other, silent) ─> decided ─> dialled ─> carried ─> ended
 //!                                               └─> refused     └─> failed outside
 //! ```
@@ -11,7 +12,7 @@
 //! round the name check.
 
 use crate::{
-    dial::{chain, dial},
+    dial::dial,
     hello::{self, MAX_HELLO},
     http::{self, Guess, Malformed, Requests, Step},
     resolve::is_host_own,
@@ -31,6 +32,7 @@ use tokio::{
     sync::watch,
     time::{Instant, timeout, timeout_at},
 };
+use trialrun_model::error_chain;
 use trialrun_policy::{Claimed, Decision, Protocol};
 
 /// Pause after a failed accept, which is mostly a lack of descriptors that passes.
@@ -98,12 +100,10 @@ struct Heard {
 async fn run(ticket: &Ticket, original: SocketAddr) -> End {
     let shared = &ticket.shared;
     let mut facts = facts(shared, original);
-    let unheard = {
-        let state = shared.lock();
-        state.policy.decide_before_hearing(facts.addr, facts.port, &facts.names, facts.synthetic, facts.host_own)
-    };
-    if let Some(decision) = unheard {
-        return refuse_unheard(ticket, facts, decision).await;
+    if let Some(decision) = unheard(shared, &facts) {
+        // It got here where the kernel can't hold its first packet, or the policy changed since.
+        shared.record(facts.attempt(), decision);
+        return End::Reset;
     }
     let client = &*ticket.client;
     let silence = shared.config.silence;
@@ -252,21 +252,21 @@ fn understand_hello(heard: hello::Heard, length: usize) -> Option<(Protocol, Opt
     }
 }
 
-/// Refuses a connection that nothing could help: at once, except that an HTTP client is told why.
-async fn refuse_unheard(ticket: &Ticket, mut facts: Facts, decision: Decision) -> End {
-    if facts.port != 80 {
-        ticket.shared.record(facts.attempt(), decision);
-        return End::Reset;
+/// The refusal of a connection to which nothing it could say would open the way.
+fn unheard(shared: &Shared, facts: &Facts) -> Option<Decision> {
+    let state = shared.lock();
+    state.policy.decide_before_hearing(facts.addr, facts.port, &facts.names, facts.synthetic, facts.host_own)
+}
+
+/// Whether a connection that is about to begin is refused; the refusal is recorded.
+pub(crate) fn refuse_unheard(shared: &Shared, original: SocketAddr) -> bool {
+    let facts = facts(shared, original);
+    let decision = unheard(shared, &facts);
+    let refused = decision.is_some();
+    if let Some(decision) = decision {
+        shared.record(facts.attempt(), decision);
     }
-    let heard = hear(ticket, Vec::new(), Some(ticket.shared.config.silence)).await;
-    if let Ok(heard) = heard {
-        // The name is only for the record and the answer. The decision stands.
-        facts.set(&heard);
-        ticket.shared.record(facts.attempt(), decision.clone());
-        return refuse(ticket, heard.protocol, &decision).await;
-    }
-    ticket.shared.record(facts.attempt(), decision);
-    End::Reset
+    refused
 }
 
 /// Tells the client in its own protocol where that has words for it.
@@ -299,8 +299,8 @@ async fn connect(ticket: &Ticket, facts: &Facts, permit: &Permit) -> Option<Arc<
             ticket.attach(&stream).then_some(stream)
         }
         Err(error) => {
-            tracing::debug!(error = %chain(&error), "dial failed");
-            ticket.failed(format!("upstream failed: {}", chain(&error)));
+            tracing::debug!(error = %error_chain(&error), "dial failed");
+            ticket.failed(format!("upstream failed: {}", error_chain(&error)));
             None
         }
     }

@@ -9,7 +9,7 @@
 //! The deadline is the keeper's own clock; what the agent says of the leader's exit is evidence, not authority.
 
 use crate::{
-    guest_link::{Arrival, GuestLink, Lines, WINDOW},
+    guest_link::{Arrival, GuestLink, Inlet, Lines, WINDOW},
     log::{Channel, OutputLog},
     wire::{CallError, CallErrorKind, ExecInfo},
 };
@@ -26,7 +26,7 @@ use std::{
 };
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::Notify, time::Instant};
 use trialrun_driver::Machine;
-use trialrun_guest_proto::{self as proto, EventKind, FailKind, Op, frame::Kind};
+use trialrun_guest_proto::{self as proto, EventKind, FailKind, Op};
 use trialrun_model::{
     Command, Ended, ExecId, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, Refusal, RefusalKind,
 };
@@ -34,7 +34,7 @@ use trialrun_model::{
 /// How long output is still read after the leader's exit, while something else holds the pipes open.
 const DRAIN: Duration = Duration::from_millis(200);
 /// How often the machine is tended while an exec runs or files are moved.
-pub const TEND_EVERY: Duration = Duration::from_millis(250);
+pub const TEND_EVERY: Duration = Duration::from_millis(100);
 /// Buffer of one pipe reader.
 const READ_BYTES: usize = 64 << 10;
 
@@ -64,7 +64,7 @@ pub struct Exec {
 enum Input {
     None,
     Pipe(Option<pipe::Sender>),
-    Inline(crate::conn::Sender, u32),
+    Inline(Inlet),
     Closed,
 }
 
@@ -160,9 +160,7 @@ impl Exec {
                     _ = self.ended() => Err(refuse("it has ended")),
                 }
             }
-            Input::Inline(sender, stream) => {
-                sender.data(*stream, Kind::Data0, bytes).await.map_err(|_| refuse("the machine is gone"))
-            }
+            Input::Inline(inlet) => inlet.write(bytes).await.map_err(|_| refuse("it has ended")),
         };
         if result.is_ok() || matches!(input, Input::None) {
             *self.input.borrow_mut() = input;
@@ -173,8 +171,8 @@ impl Exec {
     /// Closes stdin.
     pub async fn close_input(&self) {
         let input = std::mem::replace(&mut *self.input.borrow_mut(), Input::Closed);
-        if let Input::Inline(sender, stream) = input {
-            let _ = sender.frame(stream, Kind::End0, &[], &[]).await;
+        if let Input::Inline(inlet) = input {
+            inlet.close().await;
         }
     }
 
@@ -262,7 +260,7 @@ fn ended(exec: &Exec, status: Option<ExitStatus>, how: Ended, begun: Instant) ->
         wall: begun.elapsed(),
         cpu: Duration::ZERO,
         output: OutputTotals { seen, dropped },
-        disk_full: false,
+        disk_full: None,
         left_behind: 0,
     }
 }
@@ -287,8 +285,7 @@ async fn start(exec: &Exec, machine: &SharedMachine, guest: &Rc<GuestLink>) -> R
     })?;
     exec.stream.set(lines.stream);
     if exec.spec.pty.is_some() {
-        let (sender, stream) = lines.input();
-        *exec.input.borrow_mut() = Input::Inline(sender, stream);
+        *exec.input.borrow_mut() = lines.input().map_or(Input::Closed, Input::Inline);
     }
     Ok((lines, stdio.map(|s| (s.stdout, s.stderr))))
 }

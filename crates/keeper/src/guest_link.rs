@@ -16,11 +16,13 @@ use std::{
     os::fd::BorrowedFd,
     rc::Rc,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use trialrun_guest_proto::{Event, EventKind, FailKind, Failed, Op, Request, frame::Kind};
 
-/// Bytes of data that the agent may send on a stream before it is granted more.
+/// Bytes of data that either side may send on a stream before it is granted more.
 pub const WINDOW: u32 = 256 << 10;
+/// Largest piece of data that waits for credit as a whole.
+const PIECE: usize = 64 << 10;
 /// Bytes of events that may wait on one stream.
 const MAX_WAITING_EVENT_BYTES: usize = 256 << 20;
 
@@ -39,6 +41,40 @@ struct Lane {
     credit: u64,
     /// Event bytes that arrived in all.
     events: usize,
+    /// Data bytes that may still go. Closed when nobody is there any more to take them.
+    room: Rc<Semaphore>,
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.room.close();
+    }
+}
+
+/// The way of data to the process on a stream, which takes its time.
+pub struct Inlet {
+    sender: Sender,
+    stream: u32,
+    room: Rc<Semaphore>,
+}
+
+impl Inlet {
+    /// Sends as the agent grants.
+    ///
+    /// # Errors
+    /// When the machine is gone, or the request has ended.
+    pub async fn write(&self, bytes: &[u8]) -> Result<(), CallError> {
+        for piece in bytes.chunks(PIECE) {
+            self.room.acquire_many(piece.len() as u32).await.map_err(|_| lost())?.forget();
+            self.sender.data(self.stream, Kind::Data0, piece).await.map_err(|_| lost())?;
+        }
+        Ok(())
+    }
+
+    /// Tells the process that nothing more comes.
+    pub async fn close(self) {
+        let _ = self.sender.frame(self.stream, Kind::End0, &[], &[]).await;
+    }
 }
 
 /// The link. One thread.
@@ -103,7 +139,11 @@ impl GuestLink {
                         .ok_or_else(|| broken("the guest agent sent more than it was granted"))?;
                     Arrival::Data(if frame.kind == Kind::Data1 { 1 } else { 2 }, frame.payload)
                 }
-                Kind::Credit => continue,
+                Kind::Credit => {
+                    let more = <[u8; 4]>::try_from(&frame.payload[..]).map_or(0, u32::from_le_bytes) as usize;
+                    lane.room.add_permits(more.min((WINDOW as usize).saturating_sub(lane.room.available_permits())));
+                    continue;
+                }
                 _ => return Err(broken("the guest agent sent a frame that only the host sends")),
             };
             if lane.to.send(arrival).is_err() {
@@ -121,7 +161,8 @@ impl GuestLink {
     fn open(self: &Rc<Self>, stream: u32) -> Lines {
         let (to, from) = mpsc::unbounded_channel();
         if !self.dead.get() {
-            self.lanes.borrow_mut().insert(stream, Lane { to, credit: u64::from(WINDOW), events: 0 });
+            let room = Rc::new(Semaphore::new(WINDOW as usize));
+            self.lanes.borrow_mut().insert(stream, Lane { to, credit: u64::from(WINDOW), events: 0, room });
         }
         Lines { link: self.clone(), stream, from }
     }
@@ -179,9 +220,10 @@ impl Lines {
         let _ = self.link.sender.frame(self.stream, Kind::Credit, &bytes.to_le_bytes(), &[]).await;
     }
 
-    /// A sender of data towards the process on this stream.
-    pub fn input(&self) -> (Sender, u32) {
-        (self.link.sender.clone(), self.stream)
+    /// The way of data to the process on this stream.
+    pub fn input(&self) -> Option<Inlet> {
+        let room = self.link.lanes.borrow().get(&self.stream)?.room.clone();
+        Some(Inlet { sender: self.link.sender.clone(), stream: self.stream, room })
     }
 }
 

@@ -71,6 +71,15 @@ pub fn recover(data_dir: &Path, tag: &str, live: &dyn Fn(&str) -> bool) -> (Vec<
     trialrun_driver_container::recover(data_dir, tag, live)
 }
 
+/// Gives the host back the space of a data directory's layers, if there are none and nobody uses them. Returns how many
+/// bytes.
+///
+/// # Errors
+/// What the kernel says.
+pub fn release_layers(data_dir: &Path) -> io::Result<u64> {
+    trialrun_driver_container::layer::Pool::release(data_dir)
+}
+
 /// The directory of one machine.
 #[must_use]
 pub fn machine_dir(data_dir: &Path, id: &trialrun_model::SandboxId) -> PathBuf {
@@ -167,7 +176,7 @@ fn start(
     driver: &dyn Driver,
     timings: &mut StartTimings,
 ) -> Result<Parts, StartFailure> {
-    let cell = cell.map_err(|e| failure("make the cell", &chain(&e)))?;
+    let cell = cell.map_err(|e| failure("make the cell", &trialrun_model::error_chain(&e)))?;
     fault::point("keeper-cell").map_err(|e| failure("make the cell", &e))?;
     let at = Instant::now();
     let program = File::open(&spec.guest_program)
@@ -196,18 +205,6 @@ fn start(
         return Err(failure("take the guest stream", &"it was taken"));
     };
     Ok(Parts { machine, listeners: cell.listeners, guest, launched: Instant::now() })
-}
-
-/// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }
 
 async fn keep(

@@ -171,6 +171,25 @@ pub struct OutputTotals {
     pub dropped: u64,
 }
 
+/// Why a write found no space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskFull {
+    /// The machine's own limit is reached: EDQUOT inside.
+    Limit,
+    /// The host has no room for what the limit would allow: ENOSPC inside.
+    Host,
+}
+
+impl std::fmt::Display for DiskFull {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Limit => "the machine's disk is full (--disk)",
+            Self::Host => "the host has no space left for what the machine writes, which is no fault of the program",
+        })
+    }
+}
+
 /// The end of an exec.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExecOutcome {
@@ -184,8 +203,9 @@ pub struct ExecOutcome {
     pub cpu: Duration,
     /// Both streams together.
     pub output: OutputTotals,
-    /// The writable layer's limit was reached while it ran.
-    pub disk_full: bool,
+    /// The writable layer was full when it ended.
+    #[serde(default)]
+    pub disk_full: Option<DiskFull>,
     /// Processes that were still there when the leader ended and were killed.
     pub left_behind: u32,
 }

@@ -4,6 +4,7 @@
 //! protocol and the dialects convert at their edges. See `docs/glossary.md` for the words.
 
 pub mod bytes;
+mod error;
 mod exec;
 mod id;
 mod limits;
@@ -11,8 +12,9 @@ mod size;
 mod spec;
 mod state;
 
+pub use error::error_chain;
 pub use exec::{
-    Command, Ended, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, PtySize, Refusal, RefusalKind,
+    Command, DiskFull, Ended, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, PtySize, Refusal, RefusalKind,
 };
 pub use id::{ExecId, IdError, LineageId, SandboxId};
 pub use limits::{Limits, LimitsError};

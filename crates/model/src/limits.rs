@@ -27,9 +27,9 @@ impl Default for Limits {
 #[error("{what} is {actual}; it must be between {least} and {most}")]
 pub struct LimitsError {
     what: &'static str,
-    actual: u64,
-    least: u64,
-    most: u64,
+    actual: String,
+    least: String,
+    most: String,
 }
 
 impl Limits {
@@ -46,7 +46,9 @@ impl Limits {
         ];
         for (what, actual, least, most) in ranges {
             if !(least..=most).contains(&actual) {
-                return Err(LimitsError { what, actual, least, most });
+                let bytes = matches!(what, "memory" | "disk");
+                let word = |n: u64| if bytes { ByteSize(n).to_string() } else { n.to_string() };
+                return Err(LimitsError { what, actual: word(actual), least: word(least), most: word(most) });
             }
         }
         Ok(())
@@ -62,5 +64,8 @@ mod tests {
         assert_eq!(Limits::default().check(), Ok(()));
         let none = Limits { vcpus: 0, ..Limits::default() };
         assert!(none.check().is_err_and(|e| e.to_string().contains("vcpu is 0")));
+        let little = Limits { memory: ByteSize(1000), ..Limits::default() };
+        let words = "memory is 1000 B; it must be between 16 MiB and 16 TiB";
+        assert!(little.check().is_err_and(|e| e.to_string() == words), "{:?}", little.check());
     }
 }

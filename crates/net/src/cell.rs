@@ -1,6 +1,6 @@
 //! The cell and its listeners.
 
-use crate::{link, log, steer};
+use crate::{link, log, queue::SynQueue, steer};
 use rustix::{
     fs::{Mode, OFlags, open},
     io::Errno,
@@ -51,6 +51,9 @@ pub struct CellListeners {
     /// Subscription to refused packets (read with [`refused_packets`](crate::refused_packets)); absent where the kernel
     /// has no nfnetlink_log.
     pub refused: Option<OwnedFd>,
+    /// Connections that begin and wait to be judged; absent where the kernel has no nfnetlink_queue. While it is held
+    /// and nobody answers, nothing can connect.
+    pub syns: Option<SynQueue>,
 }
 
 /// A sandbox's network namespace with its listeners. It lives as long as a descriptor or process of it does.
@@ -127,7 +130,10 @@ impl Cell {
         // namespaces, which is empty.
         let name = "/proc/sys/net/ipv4/ip_unprivileged_port_start";
         fs::write(name, "0").map_err(|source| CellError::Sysctl { name, source })?;
-        steer::load(ipv6).map_err(CellError::Rules)?;
+        let mut syns = SynQueue::bind();
+        if steer::load(ipv6, syns.is_some()).map_err(CellError::Rules)?.is_none() {
+            syns = None;
+        }
         let v4 = |port| SocketAddr::from((CELL_ADDRESS_V4, port));
         let v6 = |port| ipv6.then(|| SocketAddr::from((CELL_ADDRESS_V6, port)));
         let listeners = CellListeners {
@@ -138,6 +144,7 @@ impl Cell {
             dns_tcp_v4: tcp(v4(DNS_PORT))?,
             dns_tcp_v6: v6(DNS_PORT).map(tcp).transpose()?,
             refused: log::subscribe(),
+            syns,
         };
         Ok(Self { netns, listeners, dns_address: CELL_ADDRESS_V4.into() })
     }

@@ -8,14 +8,18 @@
 //!
 //! What connects where is not decided here; that is `trialrun-gateway`'s, which gets [`CellListeners`].
 //!
-//! Order in [`Cell::create`]: unshare, links and addresses, sysctl, rules, listeners, and back. Listeners come last so
+//! Order in [`Cell::create`]: unshare, links and addresses, sysctl, queue, rules, listeners, and back. Listeners come last so
 //! that none exists without rules. A failure at any step drops the namespace with the last descriptor.
 #![forbid(unsafe_code)]
 
 mod cell;
 mod link;
 mod log;
+mod packet;
+mod queue;
 mod steer;
 
 pub use cell::{CELL_ADDRESS_V4, CELL_ADDRESS_V6, Cell, CellError, CellListeners, DNS_PORT, TCP_PORT, is_listener};
-pub use log::{RefusedPacket, refused_packets};
+pub use log::refused_packets;
+pub use packet::PacketHead;
+pub use queue::{SynQueue, WaitingSyn};

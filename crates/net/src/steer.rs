@@ -8,6 +8,17 @@
 //!     ip daddr CELL tcp dport 61001-61002 reject with tcp reset          # nobody talks to a listener directly
 //!     ip daddr CELL udp dport 61001-61002 reject with icmpx admin-prohibited
 //!   }
+//!   chain begin   { type filter hook output priority -140; policy accept;  # absent without nfnetlink_queue
+//!     meta l4proto != tcp return
+//!     tcp dport 53 return
+//!     tcp flags & (syn | rst | ack) != syn return
+//!     ip daddr 127.0.0.0/8 return
+//!     ip daddr CELL return
+//!     queue flags bypass to 0                                            # held until the gateway has judged it
+//!   }
+//!   chain refuse  { type filter hook output priority -130; policy accept;
+//!     meta mark 0x7472 reject with tcp reset                             # what the gateway refused
+//!   }
 //!   chain steer   { type nat hook output priority -100; policy accept;
 //!     ip daddr 127.0.0.0/8 return                                        # the loopback is the sandbox's own
 //!     udp dport 53 dnat ip to CELL:61002
@@ -50,6 +61,9 @@ pub(crate) const LOG_GROUP: u16 = 1;
 /// Bytes of each refused packet that are kept: the largest IP header without options and the ports behind it.
 const LOG_BYTES: u32 = 64;
 
+/// Mark of a packet that the gateway refused. Setting one takes a capability over the cell, which nothing inside has.
+pub(crate) const REFUSED_MARK: u32 = 0x7472;
+
 const _: () = assert!(TCP_PORT + 1 == DNS_PORT, "the guard chain covers both ports as one range");
 
 /// Where in the packet's way a chain hangs (enum nf_inet_hooks).
@@ -59,13 +73,31 @@ pub(crate) enum Hook {
     Output = 3,
 }
 
-/// Loads the rules into the namespace of the calling thread.
-pub(crate) fn load(ipv6: bool) -> Result<(), RefusedRequest> {
-    let socket = Socket::open(Family::Netfilter).map_err(|source| RefusedRequest { request: 0, source })?;
-    socket.transact(&mut ruleset(ipv6))
+/// How a packet is given to nfnetlink_queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Queueing {
+    /// nf_tables' own expression (`CONFIG_NFT_QUEUE`).
+    Native,
+    /// The target of iptables, by way of nft_compat.
+    Compat,
 }
 
-fn ruleset(ipv6: bool) -> Requests {
+/// Loads the rules into the namespace of the calling thread and returns how first packets are queued: `None` where the
+/// kernel can't, or if `queue` says not to try.
+pub(crate) fn load(ipv6: bool, queue: bool) -> Result<Option<Queueing>, RefusedRequest> {
+    let tried: &[_] = if queue { &[Some(Queueing::Compat), Some(Queueing::Native), None] } else { &[None] };
+    let mut refused = None;
+    for queueing in tried {
+        let socket = Socket::open(Family::Netfilter).map_err(|source| RefusedRequest { request: 0, source })?;
+        match socket.transact(&mut ruleset(ipv6, *queueing)) {
+            Ok(()) => return Ok(*queueing),
+            Err(e) => refused = Some(e), // nothing of a refused batch stays
+        }
+    }
+    Err(refused.expect("at least one was tried"))
+}
+
+fn ruleset(ipv6: bool, queue: Option<Queueing>) -> Requests {
     let mut batch = Batch(Requests::new());
     let mut addresses: Vec<IpAddr> = vec![CELL_ADDRESS_V4.into()];
     if ipv6 {
@@ -77,6 +109,9 @@ fn ruleset(ipv6: bool) -> Requests {
     batch.0.attr_str(1, TABLE);
     batch.0.attr_be32(2, 0);
     guard(&mut batch, &addresses);
+    if let Some(queueing) = queue {
+        judged(&mut batch, &addresses, queueing);
+    }
     steering(&mut batch, "steer", Hook::Output, &addresses);
     filter(&mut batch, &addresses);
     batch.chain("forward", "filter", Hook::Forward, 0, false);
@@ -95,6 +130,21 @@ fn guard(batch: &mut Batch, addresses: &[IpAddr]) {
             e.bound_for(*address).protocol(UDP).port_between(TCP_PORT, DNS_PORT).reject(Reject::Prohibited);
         });
     }
+}
+
+/// Holds the first packet of a connection for the gateway, and refuses what comes back marked.
+fn judged(batch: &mut Batch, addresses: &[IpAddr], queueing: Queueing) {
+    batch.chain("begin", "filter", Hook::Output, -140, true);
+    batch.rule("begin", |e| e.not_protocol(TCP).verdict(Verdict::Return));
+    batch.rule("begin", |e| e.port(DNS).verdict(Verdict::Return));
+    batch.rule("begin", |e| e.not_syn().verdict(Verdict::Return));
+    for address in addresses {
+        batch.rule("begin", |e| e.bound_for_loopback(address.is_ipv6()).verdict(Verdict::Return));
+        batch.rule("begin", |e| e.bound_for(*address).verdict(Verdict::Return));
+    }
+    batch.rule("begin", |e| e.queue(queueing));
+    batch.chain("refuse", "filter", Hook::Output, -130, true);
+    batch.rule("refuse", |e| e.protocol(TCP).marked(REFUSED_MARK).reject(Reject::TcpReset));
 }
 
 /// Turns TCP and DNS to the listeners.
@@ -238,6 +288,21 @@ impl Expressions<'_> {
         self.meta(16).compare(CMP_EQ, &[protocol])
     }
 
+    fn not_protocol(&mut self, protocol: u8) -> &mut Self {
+        self.meta(16).compare(CMP_NEQ, &[protocol])
+    }
+
+    fn marked(&mut self, mark: u32) -> &mut Self {
+        self.meta(3).compare(CMP_EQ, &mark.to_ne_bytes())
+    }
+
+    /// Whether it is no opening segment (RFC 9293, 3.1: flags are the header's byte 13).
+    fn not_syn(&mut self) -> &mut Self {
+        const SYN: u8 = 0x02;
+        const SYN_RST_ACK: u8 = 0x16;
+        self.payload(2, 13, 1).mask(&[SYN_RST_ACK]).compare(CMP_NEQ, &[SYN])
+    }
+
     fn bound_for(&mut self, address: IpAddr) -> &mut Self {
         self.family(address.is_ipv6());
         match address {
@@ -267,17 +332,21 @@ impl Expressions<'_> {
             r.attr_be32(1, REGISTER);
             r.attr_be32(2, 0);
         });
+        self.mask(&ESTABLISHED_OR_RELATED.to_ne_bytes());
+        self.compare(CMP_NEQ, &0u32.to_ne_bytes())
+    }
+
+    fn mask(&mut self, mask: &[u8]) -> &mut Self {
         self.expression("bitwise", |r| {
             r.attr_be32(1, REGISTER);
             r.attr_be32(2, REGISTER);
-            r.attr_be32(3, 4);
-            for (kind, value) in [(4, ESTABLISHED_OR_RELATED), (5, 0)] {
+            r.attr_be32(3, u32::try_from(mask.len()).expect("as long as a register"));
+            for (kind, value) in [(4, mask), (5, &[0; 16][..mask.len()])] {
                 let data = r.nest(kind);
-                r.attr(1, &value.to_ne_bytes());
+                r.attr(1, value);
                 r.close(data);
             }
-        });
-        self.compare(CMP_NEQ, &0u32.to_ne_bytes())
+        })
     }
 
     fn limit_per_second(&mut self, packets: u64) -> &mut Self {
@@ -324,6 +393,28 @@ impl Expressions<'_> {
             r.attr_be32(1, kind);
             r.attr(2, &[code]);
         });
+    }
+
+    /// To queue 0; on to the next chain when nobody has bound it.
+    fn queue(&mut self, queueing: Queueing) {
+        const BYPASS: u16 = 1;
+        match queueing {
+            Queueing::Native => self.expression("queue", |r| {
+                for (kind, value) in [(1, 0), (2, 1), (3, BYPASS)] {
+                    r.attr(kind, &u16::to_be_bytes(value)); // first queue, how many, flags
+                }
+            }),
+            Queueing::Compat => self.expression("target", |r| {
+                r.attr_str(1, "NFQUEUE");
+                r.attr_be32(2, 3); // revision
+                // struct xt_NFQ_info_v3: first queue, how many, flags; the kernel's alignment makes it 8 bytes.
+                let mut info = [0; 8];
+                for (at, value) in [0, 1, BYPASS].into_iter().enumerate() {
+                    info[2 * at..2 * at + 2].copy_from_slice(&value.to_ne_bytes());
+                }
+                r.attr(3, &info);
+            }),
+        };
     }
 
     fn dnat(&mut self, address: IpAddr, port: u16) {

@@ -7,6 +7,7 @@ use std::{
     io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
     os::fd::AsFd,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 use trialrun_net::{Cell, DNS_PORT, TCP_PORT};
@@ -31,6 +32,36 @@ fn inside<T: Send>(cell: &Cell, f: impl FnOnce() -> T + Send) -> T {
     })
 }
 
+/// Answers every connection that begins while `f` runs, and returns where they wanted to go.
+fn answering<T>(cell: &Cell, allow: bool, f: impl FnOnce() -> T) -> (T, Vec<String>) {
+    let Some(queue) = &cell.listeners.syns else {
+        eprintln!("skipped in part: no nfnetlink_queue in this kernel");
+        return (f(), Vec::new());
+    };
+    let done = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        let answered = s.spawn(|| {
+            let mut asked = Vec::new();
+            while !done.load(Ordering::Relaxed) {
+                match queue.receive() {
+                    Ok(waiting) => {
+                        for syn in waiting {
+                            asked.push(syn.destination.unwrap().to_string());
+                            queue.answer(syn, allow).unwrap();
+                        }
+                    }
+                    Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            asked
+        });
+        let result = f();
+        done.store(true, Ordering::Relaxed);
+        (result, answered.join().unwrap())
+    })
+}
+
 fn connect(address: &str) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&address.parse::<SocketAddr>().unwrap(), Duration::from_secs(2))
 }
@@ -51,16 +82,68 @@ fn tcp_is_steered_with_its_original_destination() {
         return;
     }
     let cell = Cell::create().unwrap();
+    let let_through = |address| {
+        let (client, asked) = answering(&cell, true, || inside(&cell, || connect(address)));
+        (client.unwrap(), asked)
+    };
     for address in ["203.0.113.5:443", "198.51.100.7:22", "169.254.169.254:80"] {
-        let _client = inside(&cell, || connect(address)).unwrap();
+        let (_client, asked) = let_through(address);
+        assert_eq!(asked, [address]);
         assert_eq!(steered(&cell.listeners.tcp_v4).to_string(), address);
     }
     for address in ["[2001:db8::1]:443", "[fd00:ec2::254]:80"] {
-        let _client = inside(&cell, || connect(address)).unwrap();
+        let (_client, asked) = let_through(address);
+        assert_eq!(asked, [address]);
         assert_eq!(steered(cell.listeners.tcp_v6.as_ref().unwrap()).to_string(), address);
     }
-    let _client = inside(&cell, || connect("[::ffff:203.0.113.5]:81")).unwrap();
+    let _client = let_through("[::ffff:203.0.113.5]:81");
     assert_eq!(steered(&cell.listeners.tcp_v4).to_string(), "203.0.113.5:81");
+}
+
+#[test]
+fn a_refused_connection_fails_in_connect_and_never_comes_to_the_listener() {
+    if !root() {
+        return;
+    }
+    let cell = Cell::create().unwrap();
+    for address in ["203.0.113.5:443", "198.51.100.7:80", "[2001:db8::1]:443"] {
+        let (error, asked) = answering(&cell, false, || inside(&cell, || connect(address)).unwrap_err());
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{address}");
+        assert_eq!(asked, [address], "one packet, one question");
+    }
+    for listener in [&cell.listeners.tcp_v4, cell.listeners.tcp_v6.as_ref().unwrap()] {
+        assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+    }
+}
+
+#[test]
+fn a_full_queue_lets_through_rather_than_hang() {
+    if !root() {
+        return;
+    }
+    let cell = Cell::create().unwrap();
+    // Nobody answers: what is beyond the queue's 1024 places goes on to the listener.
+    let begun: Vec<TcpStream> = inside(&cell, || {
+        (0..1100u32)
+            .map(|n| {
+                let socket = rustix::net::socket_with(
+                    rustix::net::AddressFamily::INET,
+                    rustix::net::SocketType::STREAM,
+                    rustix::net::SocketFlags::NONBLOCK,
+                    None,
+                )
+                .unwrap();
+                let to = SocketAddr::from(([203, 0, 113, u8::try_from(n % 250).unwrap()], 443));
+                let _in_progress = rustix::net::connect(&socket, &to);
+                TcpStream::from(socket)
+            })
+            .collect()
+    });
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while cell.listeners.tcp_v4.accept().is_err() {
+        assert!(Instant::now() < deadline, "none of {} came through", begun.len());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]

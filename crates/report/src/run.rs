@@ -7,7 +7,7 @@ use crate::{
     junit::{Failure, JunitError, Suite},
 };
 use serde::{Deserialize, Serialize};
-use trialrun_model::{Ended, ExecOutcome, ExitStatus, Isolation, RefusalKind};
+use trialrun_model::{DiskFull, Ended, ExecOutcome, ExitStatus, Isolation, RefusalKind};
 
 /// Exit codes of `trialrun test`.
 ///
@@ -368,8 +368,8 @@ pub struct RunReport {
     pub artifacts: Vec<Artifact>,
     /// Processes that the suite left behind; they were killed.
     pub left_behind: u32,
-    /// The machine's disk was full at some time.
-    pub disk_full: bool,
+    /// Whether the machine's disk was full at some time, and why.
+    pub disk_full: Option<DiskFull>,
     /// The end of the output, where the verdict needs it to be understood (install failed, timed out, broke).
     pub output_tail: Option<String>,
     /// Everything else worth telling.
@@ -404,7 +404,7 @@ impl RunReport {
             coverage: None,
             artifacts: Vec::new(),
             left_behind: 0,
-            disk_full: false,
+            disk_full: None,
             output_tail: None,
             notes: Vec::new(),
         }
@@ -457,7 +457,7 @@ mod tests {
             wall: Duration::ZERO,
             cpu: Duration::ZERO,
             output: OutputTotals::default(),
-            disk_full: false,
+            disk_full: None,
             left_behind: 0,
         }
     }

@@ -254,8 +254,8 @@ impl Screen {
                 n => format!("the suite left {n} processes running; they were killed"),
             });
         }
-        if report.disk_full {
-            notes.push("the machine's disk was full at some time (--disk): failures may come from that".to_owned());
+        if let Some(full) = report.disk_full {
+            notes.push(format!("{full}: failures may come from that"));
         }
         notes.extend(report.tests.iter().flat_map(|t| t.notes.iter().cloned()));
         notes.extend(report.notes.iter().cloned());

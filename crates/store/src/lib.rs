@@ -398,13 +398,15 @@ impl Store {
         })
     }
 
-    /// Changes when the sandbox's lease ends.
+    /// Notes that the sandbox does without its client from now on, and when its lease ends.
     ///
     /// # Errors
     /// When there is no such sandbox, or a write fails.
-    pub fn set_expires(&self, id: &SandboxId, expires_ms: Option<u64>) -> Result<(), UpdateError> {
+    pub fn detach(&self, id: &SandboxId, expires_ms: Option<u64>) -> Result<(), UpdateError> {
         let expires = expires_ms.map(u64::cast_signed);
-        self.update(id, |tx| tx.execute("UPDATE sandboxes SET expires_ms = ?2 WHERE id = ?1", (id.as_str(), expires)))
+        self.update(id, |tx| {
+            tx.execute("UPDATE sandboxes SET expires_ms = ?2, detached = 1 WHERE id = ?1", (id.as_str(), expires))
+        })
     }
 
     /// The sandbox's row.

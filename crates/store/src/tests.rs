@@ -84,7 +84,7 @@ fn a_row_reads_back_as_it_was_written() {
     assert_eq!(store.get(&made.id).unwrap(), made);
     assert_eq!(fixture.registered(), BTreeSet::from([made.lineage.0]));
     store.set_keeper(&made.id, 42, Some("/c")).unwrap();
-    store.set_expires(&made.id, None).unwrap();
+    store.detach(&made.id, None).unwrap();
     let read = fixture.open().get(&made.id).unwrap();
     assert_eq!((read.keeper_pid, read.cgroup.as_deref(), read.expires_ms), (Some(42), Some("/c"), None));
     assert!(matches!(store.create_sandbox(&new(id(1))), Err(CreateError::Exists(_))));

@@ -62,6 +62,14 @@ impl LoopDevice {
         }
     }
 
+    /// Whether any device is attached to `backing`.
+    ///
+    /// # Errors
+    /// When `backing` can't be read.
+    pub fn is_attached(backing: &File) -> io::Result<bool> {
+        Self::find(backing).map(|device| device.is_some())
+    }
+
     fn find(backing: &File) -> io::Result<Option<Self>> {
         let want = backing.metadata()?;
         for number in 0..1024u32 {
@@ -135,6 +143,9 @@ fn decode_dev(encoded: u64) -> u64 {
     libc::makedev(major, minor)
 }
 
+const BTRFS_IOC_DEV_INFO: libc::c_ulong = 0xd000_941e;
+const BTRFS_IOC_FS_INFO: libc::c_ulong = 0x8400_941f;
+const BTRFS_IOC_START_SYNC: libc::c_ulong = 0x8008_9418;
 const BTRFS_IOC_RESIZE: libc::c_ulong = 0x5000_9403;
 const BTRFS_IOC_SUBVOL_CREATE: libc::c_ulong = 0x5000_940e;
 const BTRFS_IOC_SNAP_DESTROY: libc::c_ulong = 0x5000_940f;
@@ -228,6 +239,59 @@ pub fn limit_subvolume(subvolume: BorrowedFd<'_>, bytes: u64) -> io::Result<()> 
 /// What BTRFS_IOC_RESIZE says.
 pub fn grow_to_device(root: BorrowedFd<'_>) -> io::Result<()> {
     vol_call(root, BTRFS_IOC_RESIZE, "max")
+}
+
+/// Has a commit begin in the background. After it, the space of removed subvolumes is given back: the kernel's cleaner
+/// is woken by commits alone. Nothing happens when nothing changed since the last one.
+///
+/// # Errors
+/// What BTRFS_IOC_START_SYNC says.
+pub fn start_commit(root: BorrowedFd<'_>) -> io::Result<()> {
+    let mut transaction = 0u64;
+    // SAFETY: the kernel writes one u64.
+    check(unsafe { libc::ioctl(root.as_raw_fd(), BTRFS_IOC_START_SYNC, &raw mut transaction) })
+}
+
+/// Bytes that a new file of the file system that has only one device can take: what is not yet given to any use, and what
+/// is free in the part for data. Unlike statvfs(3) it counts out what is only reserved, such as written pages that have
+/// not reached the device; that can be gigabytes.
+///
+/// # Errors
+/// What the ioctls say, or reading `/sys/fs/btrfs/UUID/allocation/data`.
+pub fn btrfs_room(root: BorrowedFd<'_>) -> io::Result<BtrfsRoom> {
+    let mut info = [0u64; 128]; // struct btrfs_ioctl_fs_info_args: 1024 bytes; the UUID is bytes 16 to 32
+    // SAFETY: the buffer has the size that the request's number says.
+    check(unsafe { libc::ioctl(root.as_raw_fd(), BTRFS_IOC_FS_INFO, info.as_mut_ptr()) })?;
+    let mut device = [0u64; 512]; // struct btrfs_ioctl_dev_info_args: devid, UUID, bytes_used, total_bytes
+    device[0] = 1;
+    // SAFETY: as above: 4096 bytes.
+    check(unsafe { libc::ioctl(root.as_raw_fd(), BTRFS_IOC_DEV_INFO, device.as_mut_ptr()) })?;
+    let unallocated = device[4].saturating_sub(device[3]);
+
+    let hex: String = info[2..4].iter().flat_map(|half| half.to_ne_bytes()).map(|b| format!("{b:02x}")).collect();
+    let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
+    let data = PathBuf::from(format!("/sys/fs/btrfs/{uuid}/allocation/data"));
+    let number = |name: &str| -> io::Result<u64> {
+        std::fs::read_to_string(data.join(name))?.trim().parse().map_err(io::Error::other)
+    };
+    let mut free = number("total_bytes")?;
+    let used = number("bytes_used")?;
+    for name in ["bytes_pinned", "bytes_reserved", "bytes_may_use", "bytes_readonly"] {
+        free = free.saturating_sub(number(name)?);
+    }
+    // What is reserved may be more than the part for data has: it will be taken from the rest.
+    let taken = used.saturating_add(number("bytes_may_use")?);
+    let over = taken.saturating_sub(number("total_bytes")?);
+    Ok(BtrfsRoom { free: (unallocated + free.saturating_sub(used)).saturating_sub(over), used: taken })
+}
+
+/// What a btrfs file system has left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BtrfsRoom {
+    /// Bytes that can still be written.
+    pub free: u64,
+    /// Bytes of data that are there or on their way, removed ones included until they are given back.
+    pub used: u64,
 }
 
 fn check(result: i32) -> io::Result<()> {

@@ -57,7 +57,7 @@ fn command(program: &str) -> Command {
 impl Answer {
     fn note(&mut self, client: &str, error: &AskError) {
         if !matches!(error, AskError::Missing) {
-            self.notes.push(format!("{client}: {}", crate::dial::chain(error)));
+            self.notes.push(format!("{client}: {}", trialrun_model::error_chain(error)));
         }
     }
 

@@ -141,12 +141,12 @@ async fn ask(env: &DiscoverEnv) -> RegistrySet {
                         "{}: {} did not say where its files are: {}",
                         index.client,
                         index.url.host_str().unwrap_or_default(),
-                        crate::dial::chain(&error)
+                        trialrun_model::error_chain(&error)
                     )),
                 }
             }
         }
-        Err(error) => said.notes.push(crate::dial::chain(&error)),
+        Err(error) => said.notes.push(trialrun_model::error_chain(&error)),
     }
     let hosts = join_all(urls.into_iter().map(|place| mark_private(place, env.step_timeout))).await;
     RegistrySet { hosts, machine_env: said.machine_env, notes: said.notes }

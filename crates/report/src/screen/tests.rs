@@ -47,7 +47,7 @@ fn full() -> RunReport {
         Artifact { kind: "coverage".into(), path: "out/htmlcov".into() },
     ];
     report.left_behind = 2;
-    report.disk_full = true;
+    report.disk_full = Some(trialrun_model::DiskFull::Limit);
     report
 }
 
@@ -75,7 +75,7 @@ coverage  87.5 % (700 of 800 lines)
 wrote     JUnit: out/junit.xml
           coverage: out/htmlcov
 note      the suite left 2 processes running; they were killed
-          the machine's disk was full at some time (--disk): failures may come from that
+          the machine's disk is full (--disk): failures may come from that
 ";
     assert_eq!(got, want, "\n{got}");
 }
