@@ -379,7 +379,15 @@ fn the_environment_arrives_byte_for_byte_and_bad_names_are_refused() -> Result<(
             let want = [*name, b"=", value.as_slice()].concat();
             ensure!(entries.contains(&want.as_slice()), "{}", String::from_utf8_lossy(name));
         }
-        for (name, value) in [(&b"B=C"[..], &b"x"[..]), (b"", b"x"), (b"A\0B", b"x"), (b"A", b"x\0y")] {
+        for (name, value) in [
+            (&b"B=C"[..], &b"x"[..]),
+            (b"", b"x"),
+            (b"A\0B", b"x"),
+            (b"A", b"x\0y"),
+            (b"A;touch /tmp/p", b"x"),
+            (b"`touch /tmp/p`", b"x"),
+            (b"A\ntouch /tmp/p", b"x"),
+        ] {
             let spec =
                 ExecSpec { env: vec![(name.to_vec(), value.to_vec())], ..ExecSpec::new(Command::argv(["true"])) };
             let ran = run(&sandbox, spec).await?;
@@ -391,9 +399,6 @@ fn the_environment_arrives_byte_for_byte_and_bad_names_are_refused() -> Result<(
         // More than a message holds is the caller's mistake, and the machine lives on.
         let huge = run(&sandbox, ExecSpec::new(Command::argv(["echo".to_owned(), "x".repeat(400 << 10)]))).await;
         ensure!(huge.as_ref().is_err_and(|e| e.to_string().contains("limit")), "{huge:?}");
-        // A name that a shell would run is only a name.
-        let odd = vec![(b"A;touch /tmp/p".to_vec(), b"x".to_vec())];
-        run(&sandbox, ExecSpec { env: odd, ..shell("true") }).await?;
         ensure!(sh(&sandbox, "test -e /tmp/p").await?.code() == Some(1));
         Ok(sandbox.delete().await?)
     })

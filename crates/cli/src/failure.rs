@@ -60,6 +60,7 @@ impl From<trialrun_engine::CreateError> for Failure {
     fn from(error: trialrun_engine::CreateError) -> Self {
         match error {
             trialrun_engine::CreateError::Limits(limits) => return Self::usage(limits.to_string()),
+            trialrun_engine::CreateError::Env(env) => return Self::usage(env.to_string()),
             trialrun_engine::CreateError::Image(image @ trialrun_image::ImageError::Unknown { .. }) => {
                 return image.into();
             }

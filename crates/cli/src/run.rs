@@ -24,7 +24,10 @@ pub fn environment(entries: &[String]) -> Result<Vec<(String, String)>, Failure>
         .iter()
         .map(|entry| match entry.split_once('=') {
             Some(("", _)) => Err(Failure::usage(format!("--env {entry:?} has no name"))),
-            Some((name, value)) => Ok((name.to_owned(), value.to_owned())),
+            Some((name, value)) => match trialrun_model::check_env(name.as_bytes(), value.as_bytes()) {
+                Ok(()) => Ok((name.to_owned(), value.to_owned())),
+                Err(e) => Err(Failure::usage(format!("--env: {e}"))),
+            },
             None => match std::env::var(entry) {
                 Ok(value) => Ok((entry.clone(), value)),
                 Err(e) => Err(Failure::usage(format!("--env {entry}: {e} (write {entry}=VALUE)"))),

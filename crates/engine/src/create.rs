@@ -105,6 +105,11 @@ impl Engine {
     /// The step that failed; nothing is left of the sandbox then.
     pub async fn create(&self, options: CreateOptions) -> Result<Sandbox, CreateError> {
         options.spec.limits.check()?;
+        options
+            .spec
+            .env
+            .iter()
+            .try_for_each(|(name, value)| trialrun_model::check_env(name.as_bytes(), value.as_bytes()))?;
         // First of all, so that its program loads while the rest is prepared.
         let spare = self
             .keeper()

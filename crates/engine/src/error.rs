@@ -38,6 +38,9 @@ pub enum CreateError {
     /// A limit out of range.
     #[error("limits")]
     Limits(#[from] LimitsError),
+    /// An environment entry that no process gets.
+    #[error("environment")]
+    Env(#[from] trialrun_model::EnvError),
     /// The image.
     #[error("use the image")]
     Image(#[source] ImageError),

@@ -19,5 +19,5 @@ pub use exec::{
 pub use id::{ExecId, IdError, LineageId, SandboxId};
 pub use limits::{Limits, LimitsError};
 pub use size::{ByteSize, ByteSizeError};
-pub use spec::{ImageRef, ImageRefError, Isolation, SandboxSpec, default_env};
+pub use spec::{EnvError, ImageRef, ImageRefError, Isolation, SandboxSpec, check_env, default_env};
 pub use state::{SandboxState, Transition, TransitionError};

@@ -101,6 +101,48 @@ pub struct Isolation {
     pub notes: Vec<String>,
 }
 
+/// An environment entry that no process gets.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum EnvError {
+    /// There is no name.
+    #[error("an environment name is empty")]
+    NoName,
+    /// The name holds what ends it, or what a shell on the way could take for a command.
+    #[error("environment name {name:?} holds {odd:?}, which no name has")]
+    Name {
+        /// The name.
+        name: String,
+        /// The byte.
+        odd: char,
+    },
+    /// The value holds a NUL.
+    #[error("the value of environment entry {name} holds NUL")]
+    Value {
+        /// The entry's name.
+        name: String,
+    },
+}
+
+/// Refuses entries that no process can be given, and names with a blank or a character that is special to a shell. A name
+/// with `.`, `-`, `:`, `/`, `%` or bytes beyond ASCII is odd, but a name (Bash exports functions as `BASH_FUNC_x%%`).
+///
+/// # Errors
+/// The first thing that is wrong.
+pub fn check_env(name: &[u8], value: &[u8]) -> Result<(), EnvError> {
+    let text = || String::from_utf8_lossy(name).into_owned();
+    if name.is_empty() {
+        return Err(EnvError::NoName);
+    }
+    let special = |byte: &&u8| byte.is_ascii_control() || b" =`$;&|<>()[]{}*?!~^#'\"\\,".contains(byte);
+    if let Some(odd) = name.iter().find(special) {
+        return Err(EnvError::Name { name: text(), odd: char::from(*odd) });
+    }
+    if value.contains(&0) {
+        return Err(EnvError::Value { name: text() });
+    }
+    Ok(())
+}
+
 /// Environment of every exec before the image's, the sandbox's and the exec's own entries.
 #[must_use]
 pub fn default_env() -> Vec<(String, String)> {
@@ -121,6 +163,17 @@ pub fn default_env() -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bad_environment_names_are_named() {
+        for name in ["BASH_FUNC_x%%", "odd-name.1", "npm_config_//host/:_auth", "é", "A"] {
+            assert_eq!(check_env(name.as_bytes(), b"any $(value)\n"), Ok(()), "{name}: odd, but a name");
+        }
+        for name in ["", "B=C", "A;touch /tmp/p", "A B", "$(id)", "a\n", "a\0", "`x`"] {
+            assert!(check_env(name.as_bytes(), b"").is_err_and(|e| e.to_string().contains("name")), "{name:?}");
+        }
+        assert_eq!(check_env(b"N", b"a\0b"), Err(EnvError::Value { name: "N".into() }));
+    }
 
     #[test]
     fn image_references_read_and_print_alike() {
