@@ -48,10 +48,17 @@ END
 # of the distribution's own Python, hence its full path.
 test_programs() {
     cat <<'END'
+/bin/busybox busybox-static
 diff diffutils
+docker-registry docker-registry
+htpasswd apache2-utils
 ip iproute2
 make make
+openssl openssl
+podman podman
 ps procps
+runc runc
+skopeo skopeo
 sudo sudo
 /usr/bin/python3 python3
 END

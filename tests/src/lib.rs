@@ -6,6 +6,7 @@
 pub mod leftovers;
 pub mod program;
 pub mod project;
+pub mod registry;
 
 use anyhow::{Context, Result, bail};
 use leftovers::Leftovers;

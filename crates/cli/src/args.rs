@@ -129,8 +129,11 @@ pub struct Run {
     /// Print the outcome as JSON on standard output, with the command's output inside it
     #[arg(long)]
     pub json: bool,
-    /// The command and its arguments
-    #[arg(last = true, required = true, value_name = "COMMAND")]
+    /// Program before the command, in place of the image's entrypoint; empty for none
+    #[arg(long, value_name = "PROGRAM")]
+    pub entrypoint: Option<String>,
+    /// The command and its arguments; without one, the image's own
+    #[arg(last = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,
 }
 
@@ -232,6 +235,11 @@ pub enum ImageCommand {
         /// Its name
         #[arg(default_value = "python")]
         name: String,
+    },
+    /// Fetch an image from its registry, also when it is here already
+    Pull {
+        /// Such as oci:HOST/NAME:TAG
+        image: ImageRef,
     },
     /// Show an image
     Inspect {

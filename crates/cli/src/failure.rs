@@ -105,3 +105,14 @@ impl From<trialrun_image::ImageError> for Failure {
         }
     }
 }
+
+impl From<trialrun_oci::PullError> for Failure {
+    fn from(error: trialrun_oci::PullError) -> Self {
+        use trialrun_oci::PullError;
+        let text = trialrun_model::error_chain(&error);
+        match error {
+            PullError::Reference { .. } | PullError::NotThere { .. } | PullError::Manifest(_) => Self::usage(text),
+            _ => Self::ours(format!("can't {text}")),
+        }
+    }
+}

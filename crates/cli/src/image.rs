@@ -4,6 +4,7 @@ use crate::{
     args::{Dirs, Image, ImageCommand},
     context::{self, Steps},
     failure::Failure,
+    stream::Interrupts,
 };
 use trialrun_model::{ByteSize, ImageRef};
 
@@ -36,6 +37,17 @@ pub async fn image(dirs: &Dirs, image: Image) -> Result<u8, Failure> {
             let built = context::ensure_image(&engine, &reference, &steps).await;
             steps.clear();
             built?;
+            show(&engine.images().inspect(&reference)?, image.json);
+        }
+        ImageCommand::Pull { image: reference } => {
+            let ImageRef::Oci(name) = &reference else {
+                return Err(Failure::usage(format!("{reference} is not in a registry; write oci:HOST/NAME:TAG")));
+            };
+            let steps = Steps::new(image.json);
+            let mut interrupts = Interrupts::listen()?;
+            let pulled = interrupts.guard(context::pull(&engine, name, true, &steps)).await?;
+            steps.clear();
+            pulled?;
             show(&engine.images().inspect(&reference)?, image.json);
         }
         ImageCommand::Inspect { image: reference } => show(&engine.images().inspect(&reference)?, image.json),

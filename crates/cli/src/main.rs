@@ -26,12 +26,16 @@ use std::process::ExitCode;
 
 /// First argument of a keeper process. Not for people.
 const KEEPER: &str = "__keeper";
+/// First argument of a process that unpacks an image's layers. Not for people.
+const UNPACKER: &str = "__unpack";
 
 fn main() -> ExitCode {
     // Before anything else: a keeper's start is on the hot path of every machine's.
     let mut words = std::env::args_os().skip(1);
-    if words.next().is_some_and(|arg| arg == KEEPER) {
-        return keeper(&words.next().unwrap_or_default());
+    match words.next() {
+        Some(word) if word == KEEPER => return keeper(&words.next().unwrap_or_default()),
+        Some(word) if word == UNPACKER => return trialrun_oci::unpack::main(),
+        _ => {}
     }
     let args = match args::Args::try_parse() {
         Ok(args) => args,

@@ -9,8 +9,8 @@ use crate::{
     terminal::{self, Raw},
 };
 use std::{ffi::OsString, os::unix::ffi::OsStringExt, time::Duration};
-use trialrun_engine::{CreateOptions, Sandbox, UploadRules};
-use trialrun_model::{Command, Ended as How, ExecOutcome, ExecSpec, SandboxSpec};
+use trialrun_engine::{CreateOptions, Engine, Sandbox, UploadRules};
+use trialrun_model::{Command, Ended as How, ExecOutcome, ExecSpec, ImageRef, SandboxSpec};
 
 /// How long a kept machine lives.
 pub const KEEP: Duration = Duration::from_secs(3600);
@@ -63,12 +63,13 @@ pub async fn run(dirs: &Dirs, run: Run) -> Result<u8, Failure> {
     let mut interrupts = Interrupts::listen()?;
     let uploads = run.upload.iter().map(|text| split_upload(text)).collect::<Result<Vec<_>, _>>()?;
     interrupts.guard(context::ensure_image(&engine, &run.machine.image, &steps)).await??;
+    let command = command(&engine, &run)?;
     let network =
         interrupts.guard(network(&engine, &run.machine.image, &run.network, &run.machine.allow, &steps)).await??;
     let spec = spec(&run.machine, network.env)?;
     let options = CreateOptions { spec, policy: network.policy, attached: true, lease: None };
     let sandbox = interrupts.guard(engine.create(options)).await??;
-    let result = inside(&sandbox, run_parts(&run), &uploads, run.json, &steps, &mut interrupts, run.command).await;
+    let result = inside(&sandbox, run_parts(&run), &uploads, run.json, &steps, &mut interrupts, command).await;
     if run.keep && result.is_ok() {
         let id = sandbox.keep(KEEP).await?;
         eprintln!("trialrun: the machine is kept for {} minutes: trialrun attach {id}", KEEP.as_secs() / 60);
@@ -76,6 +77,30 @@ pub async fn run(dirs: &Dirs, run: Run) -> Result<u8, Failure> {
         sandbox.delete().await?;
     }
     result
+}
+
+/// What is run: the image's entrypoint, then what was asked for or else the image's own command.
+fn command(engine: &Engine, run: &Run) -> Result<Vec<OsString>, Failure> {
+    let image = match &run.machine.image {
+        ImageRef::Host => None,
+        image => Some(engine.images().resolve(image)?),
+    };
+    let config = image.map(|image| image.config).unwrap_or_default();
+    let mut words: Vec<OsString> = match &run.entrypoint {
+        Some(program) if program.is_empty() => Vec::new(),
+        Some(program) => vec![program.into()],
+        None => config.entrypoint.into_iter().map(Into::into).collect(),
+    };
+    match (&run.command[..], &run.entrypoint) {
+        ([], None) => words.extend(config.cmd.into_iter().map(OsString::from)),
+        (command, _) => words.extend_from_slice(command),
+    }
+    if words.is_empty() {
+        let image = &run.machine.image;
+        return Err(Failure::usage(format!("what shall be run? The image {image} has no command of its own"))
+            .hint("trialrun run [OPTIONS] -- COMMAND"));
+    }
+    Ok(words)
 }
 
 struct Parts {

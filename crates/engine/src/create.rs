@@ -141,7 +141,7 @@ impl Engine {
             limits: options.spec.limits,
             hostname: options.spec.hostname.clone(),
             rootfs: rootfs.rootfs,
-            env: machine_env(&rootfs.env, &options.spec),
+            env: machine_env(&rootfs.env, rootfs.bare, &options.spec),
             user: rootfs.user,
             cwd: rootfs.cwd,
             policy: options.policy,
@@ -305,8 +305,10 @@ fn proxy_setting(names: &[&str]) -> Option<String> {
 }
 
 /// Ours first, then the image's, then what programs read to choose their number of workers, then the sandbox's.
-fn machine_env(image: &[(String, String)], spec: &SandboxSpec) -> Vec<(String, String)> {
-    let mut env = trialrun_model::default_env();
+fn machine_env(image: &[(String, String)], bare: bool, spec: &SandboxSpec) -> Vec<(String, String)> {
+    // As container engines have it.
+    let own = || vec![("HOSTNAME".to_owned(), spec.hostname.clone())];
+    let mut env = if bare { own() } else { trialrun_model::default_env() };
     env.extend_from_slice(image);
     env.extend(worker_env(spec.limits.vcpus));
     env.extend(spec.env.iter().cloned());

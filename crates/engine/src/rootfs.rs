@@ -11,6 +11,8 @@ pub struct PreparedRoot {
     pub env: Vec<(String, String)>,
     pub user: String,
     pub cwd: String,
+    /// Whether the image's environment stands alone.
+    pub bare: bool,
 }
 
 /// Where a machine asks for names. Any address would do, since port 53 is steered; this one is the cell's own.
@@ -36,7 +38,7 @@ impl Engine {
         rootfs.lowers.insert(0, top);
         let mut env = ca_env(bundle.is_some());
         env.extend(image_config.env);
-        Ok(PreparedRoot { rootfs, env, user: image_config.user, cwd: image_config.cwd })
+        Ok(PreparedRoot { rootfs, env, user: image_config.user, cwd: image_config.cwd, bare: image_config.bare })
     }
 }
 

@@ -57,6 +57,14 @@ pub enum BuildError {
         /// The last lines it wrote to stderr.
         tail: String,
     },
+    /// An image from elsewhere holds what no machine may start from.
+    #[error("{image} is refused: {why}")]
+    Refused {
+        /// Which.
+        image: String,
+        /// The layer and the entry, and what is wrong with it.
+        why: String,
+    },
     /// A step on the unpacked tree failed.
     #[error("failed to {step} {}", path.display())]
     Tree {

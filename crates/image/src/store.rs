@@ -27,11 +27,27 @@ pub struct ImageConfig {
     pub user: String,
     /// Working directory of an exec that names none.
     pub cwd: String,
+    /// Words before every command of `trialrun run`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub entrypoint: Vec<String>,
+    /// The command of `trialrun run` that names none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cmd: Vec<String>,
+    /// Whether machines have the image's environment without what those of our own images are given.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub bare: bool,
 }
 
 impl Default for ImageConfig {
     fn default() -> Self {
-        Self { env: Vec::new(), user: "runtime".into(), cwd: "/workspace".into() }
+        Self {
+            env: Vec::new(),
+            user: "runtime".into(),
+            cwd: "/workspace".into(),
+            entrypoint: Vec::new(),
+            cmd: Vec::new(),
+            bare: false,
+        }
     }
 }
 
@@ -148,12 +164,26 @@ impl ImageStore {
         let (digest, name) = match image {
             ImageRef::Host => return Err(ImageError::Host),
             ImageRef::Digest(digest) => (Some(digest.clone()), None),
-            ImageRef::Named(name) => (self.name(name)?, Some(name.clone())),
+            ImageRef::Named(_) | ImageRef::Oci(_) => (self.name(&image.to_string())?, Some(image.to_string())),
         };
         let unknown = || ImageError::Unknown { asked: image.to_string(), present: self.names() };
         let digest = digest.ok_or_else(unknown)?;
         let record = self.record(&digest)?.ok_or_else(unknown)?;
         Ok(Image { tree: self.place(&digest).join("tree"), digest, name, config: record.config })
+    }
+
+    /// The image `reference` of a registry, which `builder` unpacks when it is not present, or anew when `again`.
+    ///
+    /// # Errors
+    /// As [`ImageStore::ensure`].
+    pub fn ensure_oci(
+        &self,
+        reference: &str,
+        builder: &dyn Builder,
+        again: bool,
+        progress: &mut dyn FnMut(BuildProgress),
+    ) -> Result<Image, ImageError> {
+        self.ensure_named(&ImageRef::Oci(reference.to_owned()), builder, again, progress)
     }
 
     /// The stock image `python`: builds it from the host's Debian or Ubuntu packages when it is not present.
@@ -175,21 +205,35 @@ impl ImageStore {
         builder: &dyn Builder,
         progress: &mut dyn FnMut(BuildProgress),
     ) -> Result<Image, ImageError> {
-        let named = ImageRef::Named(name.to_owned());
-        match self.resolve(&named) {
-            Err(ImageError::Unknown { .. }) => {}
-            other => return other,
+        self.ensure_named(&ImageRef::Named(name.to_owned()), builder, false, progress)
+    }
+
+    fn ensure_named(
+        &self,
+        named: &ImageRef,
+        builder: &dyn Builder,
+        again: bool,
+        progress: &mut dyn FnMut(BuildProgress),
+    ) -> Result<Image, ImageError> {
+        let present = || match self.resolve(named) {
+            Err(ImageError::Unknown { .. }) => None,
+            other => (!again).then_some(other),
+        };
+        if let Some(present) = present() {
+            return present;
         }
-        let path = self.images.join(format!(".build-{name}.lock"));
+        let name = named.to_string();
+        let path = self.images.join(format!(".build-{}.lock", file_name(&name)));
         let _lock = lock(&path, || progress(BuildProgress::Waiting))?;
-        match self.resolve(&named) {
-            Err(ImageError::Unknown { .. }) => {}
-            other => return other,
-        }
-        let digest = self.build(name, builder, progress)?;
-        let record = NameRecord { format: FORMAT, digest };
-        write_atomic(&self.name_file(name), &json(&record))?;
-        self.resolve(&named)
+        let result = present().unwrap_or_else(|| {
+            let digest = self.build(&name, builder, progress)?;
+            let record = NameRecord { format: FORMAT, digest };
+            write_atomic(&self.name_file(&name), &json(&record))?;
+            self.resolve(named)
+        });
+        // Who waits for it looks again before it builds; at worst two build the same, and the second finds it there.
+        let _ = std::fs::remove_file(&path);
+        result
     }
 
     /// Builds and stores an image, and returns its digest.
@@ -273,14 +317,14 @@ impl ImageStore {
             ImageRef::Host => return Err(ImageError::Host),
             ImageRef::Digest(digest) => Some(digest.clone()),
             // Also with a damaged record: `rm` is the way out of that.
-            ImageRef::Named(name) => self.name(name)?,
+            ImageRef::Named(_) | ImageRef::Oci(_) => self.name(&image.to_string())?,
         };
         let unknown = || ImageError::Unknown { asked: image.to_string(), present: self.names() };
         let digest = digest.ok_or_else(unknown)?;
         let mut left = 0;
         for name in self.names() {
             let file = self.name_file(&name);
-            if matches!(image, ImageRef::Named(asked) if *asked == name)
+            if image.to_string() == name
                 || matches!(image, ImageRef::Digest(_)) && self.name(&name)?.as_ref() == Some(&digest)
             {
                 std::fs::remove_file(&file).map_err(at("remove", &file))?;
@@ -307,7 +351,7 @@ impl ImageStore {
     }
 
     fn name_file(&self, name: &str) -> PathBuf {
-        self.images.join("names").join(format!("{name}.json"))
+        self.images.join("names").join(format!("{}.json", file_name(name)))
     }
 
     fn name(&self, name: &str) -> Result<Option<String>, ImageError> {
@@ -319,7 +363,7 @@ impl ImageStore {
     fn names(&self) -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(self.images.join("names")) else { return Vec::new() };
         let mut names: Vec<String> =
-            entries.filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix(".json").map(str::to_owned)).collect();
+            entries.filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix(".json").map(image_name)).collect();
         names.retain(|n| !n.starts_with('.'));
         names.sort();
         names
@@ -335,6 +379,15 @@ impl ImageStore {
             other => Ok(other),
         }
     }
+}
+
+/// An image's name as a file's: a reference has slashes in it.
+fn file_name(name: &str) -> String {
+    name.replace('%', "%25").replace('/', "%2f")
+}
+
+fn image_name(file: &str) -> String {
+    file.replace("%2f", "/").replace("%25", "%")
 }
 
 fn json<T: Serialize>(value: &T) -> Vec<u8> {

@@ -84,6 +84,9 @@ impl LineageId {
     /// One past the largest usable lineage number, so that uids stay below 2³¹ (some programs store them signed).
     pub const LIMIT: u32 = (0x7fff_0000 - FIRST_UID) / UIDS_PER_LINEAGE;
 
+    /// The first host uid above all lineages' ranges. The range from here on is nobody's: the image unpacker's.
+    pub const END_OF_UIDS: u32 = FIRST_UID + Self::LIMIT * UIDS_PER_LINEAGE;
+
     /// Host uid (and gid) that the lineage's uid 0 maps to.
     #[must_use]
     pub fn uid_base(self) -> u32 {

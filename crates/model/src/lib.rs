@@ -16,7 +16,7 @@ pub use error::error_chain;
 pub use exec::{
     Command, DiskFull, Ended, ExecKind, ExecOutcome, ExecSpec, ExitStatus, OutputTotals, PtySize, Refusal, RefusalKind,
 };
-pub use id::{ExecId, IdError, LineageId, SandboxId};
+pub use id::{ExecId, IdError, LineageId, SandboxId, UIDS_PER_LINEAGE};
 pub use limits::{Limits, LimitsError};
 pub use size::{ByteSize, ByteSizeError};
 pub use spec::{EnvError, ImageRef, ImageRefError, Isolation, SandboxSpec, check_env, default_env};

@@ -12,13 +12,17 @@ pub enum ImageRef {
     Named(String),
     /// An image by its digest, `sha256:…`.
     Digest(String),
+    /// An image of a registry, by its reference, after `oci:`.
+    Oci(String),
     /// A safe subset of the host's own system, read-only below a writable layer.
     Host,
 }
 
 /// An image reference that could not be read.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("{text:?} is not an image name (lower-case letters, digits, dots and dashes; or sha256:…; or host)")]
+#[error(
+    "{text:?} is not an image name (lower-case letters, digits, dots and dashes; or sha256:…; or oci:HOST/NAME:TAG; or host)"
+)]
 pub struct ImageRefError {
     text: String,
 }
@@ -33,6 +37,12 @@ impl FromStr for ImageRef {
         if let Some(hex) = text.strip_prefix("sha256:") {
             let ok = hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
             return if ok { Ok(Self::Digest(text.to_owned())) } else { Err(bad()) };
+        }
+        if let Some(reference) = text.strip_prefix("oci:") {
+            // Its grammar is the registry client's business; it becomes a file's name and part of an address.
+            let ok = (1..=200).contains(&reference.len())
+                && reference.bytes().all(|b| b.is_ascii_alphanumeric() || b"./:@_-[]".contains(&b));
+            return if ok { Ok(Self::Oci(reference.to_owned())) } else { Err(bad()) };
         }
         let ok = !text.is_empty()
             && text.len() <= 128
@@ -59,6 +69,7 @@ impl fmt::Display for ImageRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Named(name) | Self::Digest(name) => f.write_str(name),
+            Self::Oci(reference) => write!(f, "oci:{reference}"),
             Self::Host => f.write_str("host"),
         }
     }
@@ -177,10 +188,12 @@ mod tests {
 
     #[test]
     fn image_references_read_and_print_alike() {
-        for text in ["python", "host", "my-image_1.2", &format!("sha256:{}", "a".repeat(64))] {
+        let digest = format!("sha256:{}", "a".repeat(64));
+        let pinned = format!("oci:[::1]:5000/a/b@{digest}");
+        for text in ["python", "host", "my-image_1.2", "oci:debian", "oci:localhost:5000/a/b:1.2", &pinned, &digest] {
             assert_eq!(text.parse::<ImageRef>().unwrap().to_string(), text);
         }
-        for text in ["", "Python", "../x", "a/b", "sha256:12", "-x"] {
+        for text in ["", "Python", "../x", "a/b", "sha256:12", "-x", "oci:", "oci:a b", "oci:a\n", "oci:é"] {
             assert!(text.parse::<ImageRef>().is_err(), "{text}");
         }
     }

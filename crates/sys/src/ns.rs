@@ -189,6 +189,20 @@ pub fn limit_bounding_set(keep: &[u32]) -> io::Result<()> {
     Ok(())
 }
 
+/// Leaves the calling thread the capabilities `keep` and no other: permitted and effective. capset(2).
+///
+/// # Errors
+/// What capset(2) says.
+pub fn keep_capabilities(keep: &[u32]) -> io::Result<()> {
+    // struct __user_cap_header_struct, version 3, and two struct __user_cap_data_struct of linux/capability.h.
+    let header: [u32; 2] = [0x2008_0522, 0];
+    let mask = keep.iter().filter(|n| **n < 64).fold(0_u64, |mask, n| mask | 1 << n);
+    let (low, high) = (mask as u32, (mask >> 32) as u32);
+    let data: [u32; 6] = [low, low, 0, high, high, 0];
+    // SAFETY: both arrays have the layout and size that version 3 asks for and live through the call.
+    check(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), data.as_ptr()) } as i32)
+}
+
 /// Has the kernel kill this process when the thread that made it ends. PR_SET_PDEATHSIG(2const); cleared by later
 /// changes of credentials, so set it last.
 ///

@@ -14,7 +14,7 @@ const FLOORS: &[&[&str]] = &[
     &["policy", "guest-proto", "sys", "api"],
     // Mechanisms that know nothing of a machine's life.
     &["guest", "net", "driver", "image", "store", "report", "client"],
-    &["gateway", "router", "driver-container", "driver-microvm", "embedded", "doctor"],
+    &["gateway", "router", "driver-container", "driver-microvm", "embedded", "doctor", "oci"],
     // One machine, then all of them.
     &["keeper"],
     &["engine"],
