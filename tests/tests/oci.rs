@@ -453,7 +453,7 @@ fn what_is_no_image_is_told_apart() -> Result<()> {
         (registry.image("nope:1"), 120, vec!["has no image", "nope:1"]),
         (registry.image("arm:1"), 120, vec!["there is no image for linux/", "linux/s390x"]),
         (registry.image("arm:2"), 120, vec!["has no image"]),
-        (format!("oci:{free}/x:1"), 121, vec![&*"refused"]),
+        (format!("oci:{free}/x:1"), 121, vec!["refused"]),
         ("oci:UPPER/Case".to_owned(), 120, vec!["is no image reference"]),
         ("oci:".to_owned(), 120, vec!["is not an image name"]),
         ("oci:a b".to_owned(), 120, vec!["is not an image name"]),

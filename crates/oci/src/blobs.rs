@@ -208,7 +208,7 @@ impl Blobs {
             let _ = fs::remove_file(part);
             return Err(BlobError::Mismatch { wanted: blob.digest.clone(), got: format!("sha256:{got}") });
         }
-        fs::rename(&part, self.place(&blob.digest)).map_err(at("rename", part))
+        fs::rename(part, self.place(&blob.digest)).map_err(at("rename", part))
     }
 }
 
