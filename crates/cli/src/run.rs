@@ -98,7 +98,7 @@ fn command(engine: &Engine, run: &Run) -> Result<Vec<OsString>, Failure> {
     if words.is_empty() {
         let image = &run.machine.image;
         return Err(Failure::usage(format!("what shall be run? The image {image} has no command of its own"))
-            .hint("trialrun run [OPTIONS] -- COMMAND"));
+            .hint("trialrun run [OPTIONS] -- COMMAND; trialrun run --help says more"));
     }
     Ok(words)
 }
