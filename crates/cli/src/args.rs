@@ -35,6 +35,8 @@ pub enum Command {
     Test(Box<Test>),
     /// Open a shell in a machine that was kept
     Attach(Attach),
+    /// Make a machine from the disk of a running one; both go their own ways from there
+    Fork(Fork),
     /// List sandboxes
     Ps(Json),
     /// Delete sandboxes
@@ -54,6 +56,7 @@ impl Args {
             Command::Run(run) => run.json,
             Command::Test(test) => test.json,
             Command::Attach(_) => false,
+            Command::Fork(fork) => fork.json,
             Command::Ps(json) | Command::Gc(json) | Command::Doctor(json) => json.json,
             Command::Rm(rm) => rm.json,
             Command::Image(image) => image.json,
@@ -200,6 +203,21 @@ pub struct Attach {
     /// The sandbox's id or its beginning
     pub sandbox: String,
     /// A command instead of a shell
+    #[arg(last = true, value_name = "COMMAND")]
+    pub command: Vec<OsString>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Fork {
+    /// The id of the sandbox to fork, or its beginning
+    pub sandbox: String,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Keep the fork for an hour also when a command is given
+    #[arg(long)]
+    pub keep: bool,
+    /// A command to run in the fork, which is deleted after it; without one, the fork is kept for an hour
     #[arg(last = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,
 }

@@ -71,6 +71,20 @@ impl From<trialrun_engine::CreateError> for Failure {
     }
 }
 
+impl From<trialrun_engine::ForkError> for Failure {
+    fn from(error: trialrun_engine::ForkError) -> Self {
+        use trialrun_engine::{CallErrorKind, ForkError};
+        let text = format!("can't {}", trialrun_model::error_chain(&error));
+        match error {
+            ForkError::Create(create) => create.into(),
+            ForkError::Parent { cause, .. } if cause.kind == CallErrorKind::DiskFull => Self::ours(text)
+                .hint("trialrun rm machines that are not needed, or free space under the data directory"),
+            ForkError::Gone(_) => Self::usage(text),
+            ForkError::Parent { .. } | ForkError::Query(_) => Self::ours(text),
+        }
+    }
+}
+
 impl From<trialrun_engine::EngineError> for Failure {
     fn from(error: trialrun_engine::EngineError) -> Self {
         use trialrun_engine::EngineError;

@@ -13,6 +13,7 @@ mod attach;
 mod context;
 mod doctor;
 mod failure;
+mod fork;
 mod image;
 mod manage;
 mod network;
@@ -93,6 +94,7 @@ async fn dispatch(args: args::Args) -> Result<u8, failure::Failure> {
         Command::Run(run) => run::run(&args.dirs, *run).await,
         Command::Test(test) => suite::test(&args.dirs, *test).await,
         Command::Attach(attach) => attach::attach(&args.dirs, attach).await,
+        Command::Fork(fork) => fork::fork(&args.dirs, fork).await,
         Command::Ps(ps) => manage::ps(&args.dirs, &ps).await,
         Command::Rm(rm) => manage::rm(&args.dirs, &rm).await,
         Command::Gc(gc) => manage::gc(&args.dirs, &gc),

@@ -103,11 +103,12 @@ fn command(engine: &Engine, run: &Run) -> Result<Vec<OsString>, Failure> {
     Ok(words)
 }
 
-struct Parts {
-    timeout: Option<Duration>,
-    user: Option<String>,
-    workdir: Option<String>,
-    no_stdin: bool,
+/// How a command runs in its machine.
+pub struct Parts {
+    pub timeout: Option<Duration>,
+    pub user: Option<String>,
+    pub workdir: Option<String>,
+    pub no_stdin: bool,
 }
 
 fn run_parts(run: &Run) -> Parts {
@@ -121,7 +122,11 @@ fn split_upload(text: &str) -> Result<(String, String), Failure> {
     }
 }
 
-async fn inside(
+/// Uploads, then runs a command and passes its input, output and exit status through.
+///
+/// # Errors
+/// What kept us from running the command.
+pub async fn inside(
     sandbox: &Sandbox,
     parts: Parts,
     uploads: &[(String, String)],

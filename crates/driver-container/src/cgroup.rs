@@ -26,6 +26,8 @@ use trialrun_model::{ByteSize, ExecId, Limits, SandboxId};
 
 /// Microseconds of a CPU quota's period; the kernel's default.
 const PERIOD_US: u64 = 100_000;
+/// How long a machine may take to stand still. What keeps it is a process in a system call that can't be interrupted.
+const FREEZE_PATIENCE: Duration = Duration::from_secs(2);
 /// The v1 hierarchies whose limits are used.
 const V1_CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
 
@@ -341,6 +343,13 @@ impl MachineCgroup {
         usage
     }
 
+    /// What is needed to make it stand still, apart from the machine itself.
+    #[must_use]
+    pub fn freezer(&self) -> Freezer {
+        let memory = self.v1_dir("memory").unwrap_or_else(|| self.main.clone()).join("memory.stat");
+        Freezer { main: self.main.clone(), memory }
+    }
+
     /// Kills everything in the machine.
     pub fn kill(&self) {
         let _ = write(&self.main.join("cgroup.kill"), "1");
@@ -352,6 +361,54 @@ impl MachineCgroup {
     /// The first directory that would not go.
     pub fn remove(&self, patience: Duration) -> io::Result<()> {
         remove_sandbox(&self.hierarchy, &self.tag, self.id.as_str(), patience)
+    }
+}
+
+/// Makes a machine stand still: `cgroup.freeze` of cgroup2, which both back ends have.
+#[derive(Debug, Clone)]
+pub struct Freezer {
+    main: PathBuf,
+    memory: PathBuf,
+}
+
+/// A machine that stands still until this is dropped.
+#[derive(Debug)]
+pub struct Frozen<'a>(&'a Freezer);
+
+impl Freezer {
+    /// Stops every process of the machine and waits until the kernel says that all of them stand.
+    ///
+    /// # Errors
+    /// What the kernel says, or that they do not stand within [`FREEZE_PATIENCE`]; they go on then.
+    pub fn freeze(&self) -> io::Result<Frozen<'_>> {
+        // Thaws on every way out.
+        let frozen = Frozen(self);
+        write(&self.main.join("cgroup.freeze"), "1")?;
+        let deadline = Instant::now() + FREEZE_PATIENCE;
+        let mut wait = Duration::from_micros(50);
+        while read_key(&self.main.join("cgroup.events"), "frozen") != Some(1) {
+            if Instant::now() >= deadline {
+                let words = format!("a process did not stand still within {FREEZE_PATIENCE:?}");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, words));
+            }
+            std::thread::sleep(wait);
+            wait = (wait * 2).min(Duration::from_millis(5));
+        }
+        Ok(frozen)
+    }
+
+    /// Bytes that the machine wrote to files and that are in memory only.
+    #[must_use]
+    pub fn dirty(&self) -> ByteSize {
+        let dirty = ["file_dirty", "total_dirty", "dirty"].iter().find_map(|key| read_key(&self.memory, key));
+        ByteSize(dirty.unwrap_or(0))
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        // The group is gone when the machine ended meanwhile.
+        let _ = write(&self.0.main.join("cgroup.freeze"), "0");
     }
 }
 

@@ -17,27 +17,33 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
-    time::Duration,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
 };
-use trialrun_driver::{Capabilities, Driver, LaunchError, Machine, MachineSpec, Usage, fault};
-use trialrun_model::{ExecId, Isolation, Limits};
+use trialrun_driver::{
+    Capabilities, DiskFork, DiskSource, Driver, ForkCost, LaunchError, Machine, MachineSpec, Usage, fault,
+};
+use trialrun_model::{ByteSize, ExecId, Isolation, Limits, SandboxId};
 use trialrun_sys::ns::{self, Child, Namespaces};
 
 /// How long the end of a machine waits for its killed processes to leave their cgroup.
 const DEATH_PATIENCE: Duration = Duration::from_secs(10);
 
+/// When more than this is in memory only, it is written out before a fork makes the machine stand still.
+const MUCH_DIRTY: ByteSize = ByteSize(4 << 20);
+
 /// Makes container machines.
 #[derive(Debug, Default)]
 pub struct ContainerDriver {
     /// Opened ahead of the first launch.
-    pool: std::sync::Mutex<Option<Pool>>,
+    pool: Mutex<Option<Pool>>,
 }
 
 impl ContainerDriver {
     /// A driver that has opened the pool of `data_dir` already, if there is one: work that needs no specification.
     #[must_use]
     pub fn ahead(data_dir: &std::path::Path) -> Self {
-        Self { pool: std::sync::Mutex::new(Pool::open_existing(data_dir)) }
+        Self { pool: Mutex::new(Pool::open_existing(data_dir)) }
     }
 }
 
@@ -64,6 +70,8 @@ struct ContainerMachine {
     stream: Option<UnixStream>,
     isolation: Isolation,
     cgroup_dirs_left: Vec<ExecId>,
+    /// Held by the one fork that makes the machine stand still.
+    forking: Arc<Mutex<()>>,
 }
 
 fn fail(step: &str) -> impl FnOnce(io::Error) -> LaunchError {
@@ -77,7 +85,7 @@ impl Driver for ContainerDriver {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { passes_fds: true, slots: true, disk_limit: true, fork_disk: false, fork_memory: false }
+        Capabilities { passes_fds: true, slots: true, disk_limit: true, fork_disk: true, fork_memory: false }
     }
 
     fn launch(&self, spec: MachineSpec) -> Result<Box<dyn Machine>, LaunchError> {
@@ -86,12 +94,15 @@ impl Driver for ContainerDriver {
             way_out: Some("mount it: mount -t cgroup2 none /sys/fs/cgroup/unified".to_owned()),
             cause,
         })?;
-        let ahead = self.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let ahead = self.pool.lock().unwrap_or_else(PoisonError::into_inner).take();
         let pool = ahead.map_or_else(|| Pool::open(&spec.data_dir), Ok)?;
         fault::point("driver-pool").map_err(fail("open the pool"))?;
         let mut parts = Parts { pool, layer: None, cgroup: None };
         let (id, base) = (spec.id.as_str(), spec.lineage.uid_base());
-        parts.layer = Some(parts.pool.create(id, base, spec.limits.disk)?);
+        parts.layer = Some(match spec.disk {
+            DiskSource::Fresh => parts.pool.create(id, base, spec.limits.disk)?,
+            DiskSource::Forked => parts.pool.adopt(id, spec.limits.disk)?,
+        });
         fault::point("driver-layer").map_err(fail("make the layer"))?;
         let cgroup = MachineCgroup::create(hierarchy.clone(), &spec.tag, &spec.id, &spec.limits, base)
             .map_err(fail(&format!("make the cgroup of {id}")))?;
@@ -111,6 +122,7 @@ impl Driver for ContainerDriver {
             stream: Some(stream),
             isolation,
             cgroup_dirs_left: Vec::new(),
+            forking: Arc::default(),
         }))
     }
 }
@@ -302,6 +314,28 @@ impl Machine for ContainerMachine {
             rustix::thread::sched_setaffinity(rustix::process::Pid::from_raw(self.child.pid), &set)?;
         }
         Ok(())
+    }
+
+    fn fork_disk(&self, child: &SandboxId) -> Option<DiskFork> {
+        let (layer, cgroup) = (self.parts.layer.as_ref()?, self.cgroup()?);
+        let (pool, freezer, forking) = (self.parts.pool.clone(), cgroup.freezer(), self.forking.clone());
+        let (child, source) = (child.to_string(), layer.dir().try_clone_to_owned());
+        Some(Box::new(move || {
+            let source = source.map_err(fail("hold the layer"))?;
+            let _one = forking.lock().unwrap_or_else(PoisonError::into_inner);
+            let began = Instant::now();
+            if freezer.dirty() > MUCH_DIRTY {
+                pool.flush(source.as_fd(), &child);
+            }
+            let stopped = Instant::now();
+            let frozen = freezer.freeze().map_err(fail("make the machine stand still"))?;
+            fault::point("fork-frozen").map_err(fail("make the machine stand still"))?;
+            let copied = pool.fork(source.as_fd(), &child)?;
+            drop(frozen);
+            let pause = stopped.elapsed();
+            pool.settle(&child)?;
+            Ok(ForkCost { pause, whole: began.elapsed(), copied })
+        }))
     }
 
     fn usage(&self) -> Usage {

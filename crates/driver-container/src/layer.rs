@@ -25,7 +25,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
 };
-use trialrun_driver::LaunchError;
+use trialrun_driver::{LaunchError, fault};
 use trialrun_model::{ByteSize, DiskFull};
 use trialrun_sys::blockdev::{self, BtrfsRoom, LoopDevice};
 
@@ -48,8 +48,8 @@ const METADATA_RATIO: &str = "3";
 /// `statfs.f_type` of btrfs, from linux/magic.h.
 const BTRFS_MAGIC: i64 = 0x9123_683e;
 
-/// Where layers live.
-#[derive(Debug)]
+/// Where layers live. Clones share it.
+#[derive(Debug, Clone)]
 pub struct Pool {
     inner: Arc<Inner>,
 }
@@ -254,6 +254,72 @@ impl Pool {
                 blockdev::limit_subvolume(dir.as_fd(), limit.bytes())
             }
             other => other,
+        }
+    }
+
+    /// Takes the layer `name`, which [`Self::fork`] made, for a machine that may write `limit` to it. With a simple quota
+    /// that counts what this machine writes; what it shares with its parent is counted where it was written.
+    ///
+    /// # Errors
+    /// The step that failed; the layer is removed then.
+    pub fn adopt(&self, name: &str, limit: ByteSize) -> Result<Layer, LaunchError> {
+        self.make_room(limit);
+        let open = open_dir(self.inner.root.as_fd(), name).map_err(fail(format!("open the forked layer {name}")));
+        let dir = open.inspect_err(|_| drop(self.remove(name)))?;
+        let limited = !matches!(self.inner.backing, Backing::Directory { .. }) && self.limit(&dir, limit).is_ok();
+        Ok(Layer { name: name.to_owned(), dir, limited, limit: limit.bytes() })
+    }
+
+    /// Makes the layer `child` a copy of the layer that `parent` is the directory of, whose machine must stand still.
+    /// Returns how much was copied; `None` for a snapshot, which shares everything until one of both changes it.
+    ///
+    /// # Errors
+    /// The step that failed; what was made is removed again.
+    pub fn fork(&self, parent: BorrowedFd<'_>, child: &str) -> Result<Option<ByteSize>, LaunchError> {
+        let step = |what: &str| format!("{what} the layer {child}");
+        let copy = || -> Result<Option<ByteSize>, LaunchError> {
+            if matches!(self.inner.backing, Backing::Directory { .. }) {
+                let copied = copy_layer(parent, self.inner.root.as_fd(), child).map_err(fail(step("copy")))?;
+                fault::point("fork-copied").map_err(fail(step("copy")))?;
+                return Ok(Some(copied));
+            }
+            blockdev::snapshot_subvolume(self.inner.root.as_fd(), parent, child).map_err(fail(step("snapshot")))?;
+            fault::point("fork-copied").map_err(fail(step("snapshot")))?;
+            Ok(None)
+        };
+        copy().inspect_err(|_| drop(self.remove(child)))
+    }
+
+    /// Makes a layer that was copied while mounted fit to be mounted.
+    ///
+    /// # Errors
+    /// The step that failed; the layer is removed then.
+    pub fn settle(&self, name: &str) -> Result<(), LaunchError> {
+        let inner = || -> io::Result<()> {
+            let dir = open_dir(self.inner.root.as_fd(), name)?;
+            match rustix::fs::unlinkat(&dir, "probe", rustix::fs::AtFlags::empty()) {
+                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+                Err(e) => return Err(e.into()),
+            }
+            // In it: what the parent's overlay had under way, and its mark of a mount that was not synced ("volatile"),
+            // with which the kernel refuses the next one (overlayfs.rst, "Volatile mount"). Nothing crashed here.
+            match remove_tree(open_dir(dir.as_fd(), "w")?.as_fd(), "work") {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+                other => other,
+            }
+        };
+        inner().map_err(fail(format!("prepare the forked layer {name}"))).inspect_err(|_| drop(self.remove(name)))
+    }
+
+    /// Writes out what the layer of this directory has in memory only, while its machine runs on: a snapshot waits for
+    /// it. Failure is none: the snapshot itself will tell.
+    pub fn flush(&self, layer: BorrowedFd<'_>, child: &str) {
+        if matches!(self.inner.backing, Backing::Directory { .. }) {
+            return;
+        }
+        // syncfs(2) would do so for every machine of the pool.
+        if blockdev::snapshot_subvolume(self.inner.root.as_fd(), layer, child).is_ok() {
+            let _ = blockdev::destroy_subvolume(self.inner.root.as_fd(), child);
         }
     }
 
@@ -531,6 +597,41 @@ fn lock(path: &Path) -> io::Result<File> {
     let file = File::options().create(true).truncate(false).read(true).write(true).open(path)?;
     rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
     Ok(file)
+}
+
+/// Copies a layer that nobody writes to, with every attribute, link and hole, and returns its size on the disk.
+fn copy_layer(parent: BorrowedFd<'_>, root: BorrowedFd<'_>, child: &str) -> io::Result<ByteSize> {
+    use std::os::{fd::AsRawFd, unix::fs::MetadataExt};
+    rustix::fs::mkdirat(root, child, Mode::RWXU)?;
+    let dir = open_dir(root, child)?;
+    rustix::fs::mkdirat(&dir, "w", Mode::RWXU)?;
+    // By this process's descriptors: a path could be another's by now.
+    let place = |fd: BorrowedFd<'_>| PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()));
+    let output = Command::new("cp")
+        .args(["--archive", "--reflink=auto", "--sparse=always", "--no-target-directory", "--"])
+        .args([place(parent).join("u"), place(dir.as_fd()).join("u")])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .output()?;
+    if !output.status.success() {
+        let words = String::from_utf8_lossy(&output.stderr);
+        let last = words.lines().last().unwrap_or("cp failed").to_owned();
+        let full = last.contains("No space left") || last.contains("quota");
+        return Err(io::Error::new(if full { io::ErrorKind::StorageFull } else { io::ErrorKind::Other }, last));
+    }
+    let (mut blocks, mut dirs) = (0u64, vec![place(dir.as_fd()).join("u")]);
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(dir)? {
+            let entry = entry?;
+            let meta = entry.path().symlink_metadata()?;
+            blocks = blocks.saturating_add(meta.blocks());
+            if meta.is_dir() {
+                dirs.push(entry.path());
+            }
+        }
+    }
+    Ok(ByteSize(blocks.saturating_mul(512)))
 }
 
 /// Removes a tree without following links; its content was written by a guest.

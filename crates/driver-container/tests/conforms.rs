@@ -5,7 +5,7 @@
 use prost::Message;
 use std::{fs::File, os::unix::fs::OpenOptionsExt, process::ExitCode};
 use trialrun_driver::{
-    Bind, MachineSpec, Rootfs,
+    Bind, DiskSource, MachineSpec, Rootfs,
     conformance::{self, Outcome},
 };
 use trialrun_driver_container::{ContainerDriver, cgroup::Hierarchy};
@@ -64,6 +64,7 @@ fn run() -> Vec<String> {
             limits: Limits { disk: ByteSize::mib(64), memory: ByteSize::mib(256), ..Limits::default() },
             hostname: "conformance".to_owned(),
             rootfs: rootfs.clone(),
+            disk: DiskSource::Fresh,
             data_dir: data.clone(),
             tag: tag.clone(),
             guest_program: File::open(&program).expect("open the program").into(),

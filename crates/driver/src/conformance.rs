@@ -4,7 +4,7 @@
 //! engine. A check that needs a capability which the driver does not declare is skipped with the capability's name;
 //! a declared one is never skipped. Checks that the machine is confined belong to the barrier tests, not here.
 
-use crate::{Capabilities, Driver, Machine, MachineSpec};
+use crate::{Capabilities, DiskSource, Driver, Machine, MachineSpec};
 use bytes::BytesMut;
 use prost::Message;
 use std::{
@@ -77,7 +77,52 @@ pub fn run(driver: &dyn Driver, spec: &dyn Fn() -> MachineSpec) -> Result<Vec<(&
         };
         results.push((name, outcome));
     }
+    let forks = if driver.capabilities().fork_disk {
+        forked_disks(driver, spec).map_or_else(Outcome::Failed, |()| Outcome::Passed)
+    } else {
+        Outcome::Skipped("fork_disk")
+    };
+    results.push(("a forked disk begins as its parent's and goes its own way", forks));
     Ok(results)
+}
+
+/// A machine, its fork, and that one's fork, each of which writes after the next was made.
+fn forked_disks(driver: &dyn Driver, spec: &dyn Fn() -> MachineSpec) -> Result<(), String> {
+    // Fresh files, changed ones, hard links, holes, removed ones, and a directory in the place of one of the base.
+    const BEGIN: &str = "mkdir d && echo one > d/a && ln d/a d/b && truncate -s 1M hole && ln -s d/a link && \
+                         mkdir gone && rmdir gone && echo x > gone && rm gone";
+    const SEEN: &str = "cat d/a; cat link; stat -c %h d/b; stat -c %s hole; ls gone 2>/dev/null; echo end";
+    let expected = |words: &str| format!("{words}\n{words}\n2\n1048576\nend\n").into_bytes();
+    let mut line = vec![Rig::start(driver, spec())?];
+    let check = |line: &mut Vec<Rig>| -> Result<(), String> {
+        line[0].exec(shell(BEGIN))?;
+        for generation in ["two", "three"] {
+            let last = line.last_mut().ok_or("none")?;
+            let next = spec();
+            let fork = last.machine.fork_disk(&next.id).ok_or("declared, and refused")?;
+            let cost = fork().map_err(|e| format!("fork: {e}: {}", e.cause))?;
+            if cost.pause > cost.whole {
+                return Err(format!("a part is longer than the whole: {cost:?}"));
+            }
+            line.push(Rig::start(driver, MachineSpec { disk: DiskSource::Forked, ..next })?);
+            let written = format!("echo {generation} > d/a && echo more > {generation}");
+            line.last_mut().ok_or("none")?.exec(shell(&written))?;
+        }
+        for (rig, words) in line.iter_mut().zip(["one", "two", "three"]) {
+            want("the disk", &rig.exec(shell(SEEN))?.1, &expected(words))?;
+        }
+        let (_, listed) = line[1].exec(shell("ls two three 2>/dev/null"))?;
+        want("the middle one's files", &listed, &b"two\n".to_vec())
+    };
+    let mut result = check(&mut line);
+    for mut rig in line {
+        rig.machine.kill();
+        drop(rig.stream);
+        if let Err(e) = rig.machine.destroy() {
+            result = result.and(Err(format!("destroy: {e}: {}", e.cause)));
+        }
+    }
+    result
 }
 
 impl Rig {

@@ -19,6 +19,9 @@ pub const CREATE_STEPS: [&str; 9] = [
     "keeper-ready",
 ];
 
+/// The steps of a fork, in order, before those of its child's creation in [`CREATE_STEPS`] that follow the directory's.
+pub const FORK_STEPS: [&str; 3] = ["fork-frozen", "fork-copied", "engine-forked"];
+
 /// Passes, unless a test wants it otherwise.
 ///
 /// # Errors

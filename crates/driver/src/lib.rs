@@ -62,6 +62,30 @@ pub struct Rootfs {
     pub masks: Vec<PathBuf>,
 }
 
+/// Where a machine's writable layer comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum DiskSource {
+    /// Empty.
+    #[default]
+    Fresh,
+    /// Made for this machine before, by [`Machine::fork_disk`] of another one of its lineage.
+    Forked,
+}
+
+/// What a fork of a disk cost its parent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ForkCost {
+    /// How long the parent stood still.
+    pub pause: Duration,
+    /// How long all of it took.
+    pub whole: Duration,
+    /// What was copied. `None` where parent and child share what neither has changed.
+    pub copied: Option<ByteSize>,
+}
+
+/// A fork of a disk, to be run where it may wait: see [`Machine::fork_disk`].
+pub type DiskFork = Box<dyn FnOnce() -> Result<ForkCost, LaunchError> + Send>;
+
 /// What a machine is made from.
 #[derive(Debug)]
 pub struct MachineSpec {
@@ -75,6 +99,8 @@ pub struct MachineSpec {
     pub hostname: String,
     /// The read-only part of the root.
     pub rootfs: Rootfs,
+    /// Its writable layer.
+    pub disk: DiskSource,
     /// Where the driver keeps what outlives no machine: layers, its own lock files.
     pub data_dir: PathBuf,
     /// Marks this data directory's cgroups.
@@ -175,6 +201,16 @@ pub trait Machine: Send {
     /// # Errors
     /// What the kernel says.
     fn set_limits(&mut self, limits: &Limits) -> io::Result<()>;
+
+    /// Makes the writable layer of the machine `child` a copy of this running machine's, as of one moment at which none of
+    /// its processes runs. Both go their own ways from there. Memory-backed mounts are not part of it. `None` when the
+    /// driver can't.
+    ///
+    /// The work is in what is returned and needs no hold of the machine, which goes on being served meanwhile. When that
+    /// fails, the machine runs on and nothing is left of the copy.
+    fn fork_disk(&self, _child: &SandboxId) -> Option<DiskFork> {
+        None
+    }
 
     /// What it used so far.
     fn usage(&self) -> Usage;

@@ -17,7 +17,7 @@ use trialrun_guest_proto::frame::Kind;
 use trialrun_keeper::{
     client::KeeperClient,
     conn, fault, machine_dir,
-    wire::{KeeperSpec, Started},
+    wire::{DiskSource, KeeperSpec, Started},
 };
 use trialrun_model::{SandboxId, SandboxSpec, Transition};
 use trialrun_policy::Policy;
@@ -75,12 +75,20 @@ impl Guest {
 }
 
 /// Undoes the steps of a creation that did not come to its end.
-struct Undo<'a> {
+pub(crate) struct Undo<'a> {
     engine: &'a Engine,
     id: SandboxId,
     dir: PathBuf,
     keeper: Option<Child>,
+    /// Whether its writable layer may be there before its keeper has heard of it.
+    pub disk_made: bool,
     armed: bool,
+}
+
+impl<'a> Undo<'a> {
+    pub(crate) fn new(engine: &'a Engine, id: SandboxId, dir: PathBuf) -> Self {
+        Self { engine, id, dir, keeper: None, disk_made: false, armed: true }
+    }
 }
 
 impl Drop for Undo<'_> {
@@ -95,6 +103,10 @@ impl Drop for Undo<'_> {
         let _ = fs::remove_dir_all(&self.dir);
         let id = self.id.clone();
         let _ = self.engine.store(|store| store.mark_gone(&id, "creation failed"));
+        if self.disk_made {
+            // A disk that no keeper took.
+            self.engine.recover();
+        }
     }
 }
 
@@ -131,7 +143,7 @@ impl Engine {
             detached: !options.attached,
         };
         let record = self.store(|store| store.create_sandbox(&new)).map_err(CreateError::Store)?;
-        let mut undo = Undo { engine: self, id: id.clone(), dir: dir.clone(), keeper: None, armed: true };
+        let undo = Undo::new(self, id.clone(), dir.clone());
         fault::point("engine-row").map_err(CreateError::step("write the store"))?;
         let lock = self.claim(&dir)?;
         fault::point("engine-directory").map_err(CreateError::step("make the machine's directory"))?;
@@ -141,6 +153,7 @@ impl Engine {
             limits: options.spec.limits,
             hostname: options.spec.hostname.clone(),
             rootfs: rootfs.rootfs,
+            disk: DiskSource::Fresh,
             env: machine_env(&rootfs.env, rootfs.bare, &options.spec),
             user: rootfs.user,
             cwd: rootfs.cwd,
@@ -153,12 +166,24 @@ impl Engine {
             attached: options.attached,
             lease: options.lease,
         };
+        self.bring_up(spare, &keeper_spec, lock, undo).await
+    }
+
+    /// Hands a specification to a keeper and waits until its machine answers.
+    pub(crate) async fn bring_up(
+        &self,
+        spare: Spare,
+        spec: &KeeperSpec,
+        lock: OwnedFd,
+        mut undo: Undo<'_>,
+    ) -> Result<Sandbox, CreateError> {
+        let (id, dir) = (spec.id.clone(), undo.dir.clone());
         let Some((ours, process)) = spare.into_parts() else {
             return Err(CreateError::KeeperDied { log: None });
         };
         undo.keeper = Some(process);
         fault::point("engine-keeper").map_err(CreateError::step("start the keeper"))?;
-        let (control, started) = greet(ours, &keeper_spec, lock, &dir).await?;
+        let (control, started) = greet(ours, spec, lock, &dir).await?;
         let Started::Ready { keeper_pid, isolation, timings } = started else {
             let Started::Failed(failure) = started else { unreachable!("two variants") };
             return Err(CreateError::Start(failure));
@@ -179,7 +204,7 @@ impl Engine {
     }
 
     /// Makes the machine's directory and takes the lock that its keeper will hold for life.
-    fn claim(&self, dir: &Path) -> Result<OwnedFd, CreateError> {
+    pub(crate) fn claim(&self, dir: &Path) -> Result<OwnedFd, CreateError> {
         // Shared against recovery's exclusive one: a directory without a taken lock is never seen by it.
         let gate = self.gate(FlockOperation::LockShared).map_err(CreateError::step("lock the machines directory"))?;
         let make = || -> io::Result<OwnedFd> {
@@ -206,7 +231,7 @@ impl Engine {
     }
 
     /// A keeper to talk to: the spare one if there is one, else a new one.
-    fn keeper(&self) -> io::Result<Spare> {
+    pub(crate) fn keeper(&self) -> io::Result<Spare> {
         let spare = self.spares().pop();
         spare.map_or_else(|| Spare::start(&self.inner.config), Ok)
     }
@@ -294,13 +319,13 @@ fn last_words(dir: &Path) -> Option<String> {
     (!words.is_empty()).then(|| words.to_owned())
 }
 
-fn new_id() -> io::Result<SandboxId> {
+pub(crate) fn new_id() -> io::Result<SandboxId> {
     let mut entropy = [0; 8];
     rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())?;
     Ok(SandboxId::from_entropy(entropy))
 }
 
-fn proxy_setting(names: &[&str]) -> Option<String> {
+pub(crate) fn proxy_setting(names: &[&str]) -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 

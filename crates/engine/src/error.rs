@@ -2,8 +2,8 @@
 
 use std::{io, path::PathBuf};
 use trialrun_image::{DirError, ImageError};
-use trialrun_keeper::wire::StartFailure;
-use trialrun_model::LimitsError;
+use trialrun_keeper::wire::{CallError, StartFailure};
+use trialrun_model::{LimitsError, SandboxId};
 use trialrun_store::{OpenError, QueryError, UpdateError};
 
 /// The engine could not be opened, or a sandbox could not be found.
@@ -71,6 +71,29 @@ pub enum CreateError {
         /// The end of its log.
         log: Option<String>,
     },
+}
+
+/// A sandbox could not be forked. Its parent runs on, and nothing is left of the fork.
+#[derive(Debug, thiserror::Error)]
+pub enum ForkError {
+    /// The store has no parent.
+    #[error("read the store")]
+    Query(#[from] QueryError),
+    /// The parent is no more.
+    #[error("fork {0}: it is deleted")]
+    Gone(SandboxId),
+    /// The parent's keeper refused, or is gone.
+    #[error("fork the disk of {parent}")]
+    Parent {
+        /// Which.
+        parent: SandboxId,
+        /// Its word.
+        #[source]
+        cause: CallError,
+    },
+    /// The child could not be made.
+    #[error(transparent)]
+    Create(#[from] CreateError),
 }
 
 impl CreateError {

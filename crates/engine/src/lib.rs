@@ -4,25 +4,28 @@
 //! create: row "creating" ─> directory + lock ─> keeper ─> machine Ready ─> row "running"
 //! delete: row "deleting" ─> keeper destroys the machine and its directory ─> row "gone"
 //! ```
+//! fork:   row and directory as for create ─> the parent's keeper copies its disk ─> keeper ─> machine Ready ─> "running"
 //! Intent is written before the act. Whatever dies in between, the next [`Engine::open`] finds a row or a trace whose
 //! lock is free and removes it. The engine knows keepers, never a concrete driver.
 
 mod create;
 mod error;
 mod files;
+mod fork;
 mod pool;
 mod recover;
 mod rootfs;
 mod sandbox;
 
 pub use create::{CreateOptions, Guest};
-pub use error::{CreateError, EngineError};
+pub use error::{CreateError, EngineError, ForkError};
 pub use files::{DownloadLimits, DropRule, Moved, TransferError, UploadRules};
+pub use fork::ForkOptions;
 pub use pool::Pool;
 pub use recover::Recovered;
 pub use sandbox::{Captured, Sandbox};
 pub use trialrun_keeper::client::{Following, KeeperClient, Output, Stdin};
-pub use trialrun_keeper::wire::{CallError, CallErrorKind, Description, ExecInfo, FileInfo, StartTimings};
+pub use trialrun_keeper::wire::{CallError, CallErrorKind, Description, ExecInfo, FileInfo, ForkCost, StartTimings};
 
 use std::{
     io,

@@ -193,6 +193,7 @@ fn start(
         limits: spec.limits,
         hostname: spec.hostname.clone(),
         rootfs: spec.rootfs.clone(),
+        disk: spec.disk,
         data_dir: spec.data_dir.clone(),
         tag: spec.tag.clone(),
         guest_program: program.into(),
@@ -248,7 +249,7 @@ async fn keep(
     timings.agent_ms = ms(launched);
     let isolation = machine.isolation().clone();
     let machine = Rc::new(RefCell::new(machine));
-    let keeper = Keeper::new(machine.clone(), link, Some(gateway), spec.limits, spec.attached, spec.lease);
+    let keeper = Keeper::new(machine.clone(), link, Some(gateway), spec);
     let ready = Started::Ready { keeper_pid: std::process::id(), isolation, timings };
     let end = match sender.json(Kind::Event, &ready, &[]).await {
         Ok(()) => keeper.serve(listener, control).await.unwrap_or(End::Terminated),

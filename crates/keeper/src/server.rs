@@ -10,7 +10,7 @@ use crate::{
     exec::{self, Exec, SharedMachine},
     guest_link::{Arrival, GuestLink, Lines},
     log::{Channel, Follower, Next},
-    wire::{Call, CallError, CallErrorKind, Description, FileInfo, FileOp, Reply},
+    wire::{Call, CallError, CallErrorKind, Description, FileInfo, FileOp, Forked, KeeperSpec, Reply},
 };
 use std::{
     cell::{Cell, RefCell},
@@ -28,7 +28,7 @@ use tokio::{
 };
 use trialrun_gateway::GatewayHandle;
 use trialrun_guest_proto::{self as proto, EventKind, Op, frame::Kind};
-use trialrun_model::{ExecId, Limits};
+use trialrun_model::{ExecId, Limits, SandboxId};
 
 /// Ended execs that stay listed.
 const ENDED_KEPT: usize = 64;
@@ -45,6 +45,8 @@ pub struct Keeper {
     pub gateway: Option<GatewayHandle>,
     /// Ceilings in force.
     pub limits: RefCell<Limits>,
+    /// What it was made from; its environment grows.
+    origin: RefCell<KeeperSpec>,
     execs: RefCell<BTreeMap<u32, Rc<Exec>>>,
     next_exec: Cell<u32>,
     attached: Cell<bool>,
@@ -73,19 +75,18 @@ impl Keeper {
         machine: SharedMachine,
         guest: Rc<GuestLink>,
         gateway: Option<GatewayHandle>,
-        limits: Limits,
-        attached: bool,
-        lease: Option<Duration>,
+        spec: &KeeperSpec,
     ) -> Rc<Self> {
         Rc::new(Self {
             machine,
             guest,
             gateway,
-            limits: RefCell::new(limits),
+            limits: RefCell::new(spec.limits),
+            origin: RefCell::new(spec.clone()),
             execs: RefCell::default(),
             next_exec: Cell::new(1),
-            attached: Cell::new(attached),
-            lease_end: Cell::new(lease.map(|l| Instant::now() + l)),
+            attached: Cell::new(spec.attached),
+            lease_end: Cell::new(spec.lease.map(|l| Instant::now() + l)),
             lease_changed: Notify::new(),
             delete: Notify::new(),
             waiting: RefCell::default(),
@@ -271,9 +272,14 @@ impl Keeper {
                 Ok(Reply::Done)
             }
             Call::SetEnv(env) => {
-                let entry =
-                    |(name, value): (String, String)| proto::EnvEntry { name: name.into(), value: value.into() };
-                self.simple(Op::SetEnv(proto::SetEnv { env: env.into_iter().map(entry).collect() }), &[]).await
+                let entry = |(name, value): &(String, String)| proto::EnvEntry {
+                    name: name.clone().into(),
+                    value: value.clone().into(),
+                };
+                let set = proto::SetEnv { env: env.iter().map(entry).collect() };
+                let reply = self.simple(Op::SetEnv(set), &[]).await?;
+                self.origin.borrow_mut().env.extend(env);
+                Ok(reply)
             }
             Call::SetPolicy(policy) => match &self.gateway {
                 Some(gateway) => {
@@ -298,6 +304,7 @@ impl Keeper {
                 *self.limits.borrow_mut() = limits;
                 Ok(Reply::Done)
             }
+            Call::Fork(child) => self.fork(&child).await,
             Call::Detach(lease) => {
                 self.attached.set(false);
                 self.lease_end.set(Some(Instant::now() + lease));
@@ -332,6 +339,34 @@ impl Keeper {
                 _ = tend.tick() => self.machine.borrow_mut().tend(),
             }
         }
+    }
+
+    async fn fork(&self, child: &SandboxId) -> Result<Reply, CallError> {
+        let fork = self.machine.borrow().fork_disk(child);
+        let fork = fork.ok_or_else(|| CallError {
+            kind: CallErrorKind::Invalid,
+            message: "this machine's driver can't fork disks".to_owned(),
+        })?;
+        // Elsewhere: the machine's clients are served, and its deadlines kept, while it waits for a disk.
+        let forked = tokio::task::spawn_blocking(fork).await.map_err(|e| internal(&format!("fork the disk: {e}")))?;
+        let cost = forked.map_err(|e| CallError {
+            kind: match e.cause.kind() {
+                std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => CallErrorKind::DiskFull,
+                _ => CallErrorKind::Internal,
+            },
+            message: format!("can't {}: {}", e.step, e.cause),
+        })?;
+        let origin = self.origin.borrow().clone();
+        Ok(Reply::Forked(Box::new(Forked {
+            limits: *self.limits.borrow(),
+            hostname: origin.hostname,
+            rootfs: origin.rootfs,
+            env: origin.env,
+            user: origin.user,
+            cwd: origin.cwd,
+            policy: self.gateway.as_ref().map_or_else(trialrun_policy::Policy::off, GatewayHandle::policy),
+            cost,
+        })))
     }
 
     async fn describe(&self) -> Result<Reply, CallError> {

@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
 use trialrun_driver::Usage;
-pub use trialrun_driver::{Bind, Rootfs};
+pub use trialrun_driver::{Bind, DiskSource, ForkCost, Rootfs};
 use trialrun_gateway::ConnectionRecord;
 use trialrun_model::{ExecId, ExecOutcome, ExecSpec, Isolation, Limits, LineageId, PtySize, SandboxId};
 use trialrun_policy::Policy;
@@ -26,6 +26,8 @@ pub struct KeeperSpec {
     pub hostname: String,
     /// Read-only part of the root.
     pub rootfs: Rootfs,
+    /// Its writable layer.
+    pub disk: DiskSource,
     /// Environment of every exec.
     pub env: Vec<(String, String)>,
     /// Default user.
@@ -221,6 +223,8 @@ pub enum Call {
     Describe,
     /// Apply other limits.
     SetLimits(Limits),
+    /// Copy the disk for this sandbox of the same lineage, which is made from the copy next.
+    Fork(SandboxId),
     /// Outlive the client, for at most so long.
     Detach(Duration),
     /// Delete the machine; the answer comes when nothing of it is left.
@@ -280,6 +284,27 @@ pub struct Description {
     pub kernel: String,
     /// System inside.
     pub os: String,
+}
+
+/// What a fork of a machine takes over from it, apart from its disk.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Forked {
+    /// Ceilings in force.
+    pub limits: Limits,
+    /// Host name.
+    pub hostname: String,
+    /// The very trees below its writable layer, whatever its image's name stands for by now.
+    pub rootfs: Rootfs,
+    /// Environment, with what was added to it.
+    pub env: Vec<(String, String)>,
+    /// Default user.
+    pub user: String,
+    /// Default directory.
+    pub cwd: String,
+    /// Policy in force.
+    pub policy: Policy,
+    /// What it cost.
+    pub cost: ForkCost,
 }
 
 /// Kinds of refusal of a call.
@@ -348,6 +373,8 @@ pub enum Reply {
     Usage(Usage),
     /// Description.
     Description(Box<Description>),
+    /// The disk lies ready.
+    Forked(Box<Forked>),
     /// Done.
     Done,
     /// Refused or failed.
