@@ -346,8 +346,7 @@ impl MachineCgroup {
     /// What is needed to make it stand still, apart from the machine itself.
     #[must_use]
     pub fn freezer(&self) -> Freezer {
-        let memory = self.v1_dir("memory").unwrap_or_else(|| self.main.clone()).join("memory.stat");
-        Freezer { main: self.main.clone(), memory }
+        Freezer { main: self.main.clone() }
     }
 
     /// Kills everything in the machine.
@@ -368,7 +367,6 @@ impl MachineCgroup {
 #[derive(Debug, Clone)]
 pub struct Freezer {
     main: PathBuf,
-    memory: PathBuf,
 }
 
 /// A machine that stands still until this is dropped.
@@ -395,13 +393,6 @@ impl Freezer {
             wait = (wait * 2).min(Duration::from_millis(5));
         }
         Ok(frozen)
-    }
-
-    /// Bytes that the machine wrote to files and that are in memory only.
-    #[must_use]
-    pub fn dirty(&self) -> ByteSize {
-        let dirty = ["file_dirty", "total_dirty", "dirty"].iter().find_map(|key| read_key(&self.memory, key));
-        ByteSize(dirty.unwrap_or(0))
     }
 }
 

@@ -23,14 +23,11 @@ use std::{
 use trialrun_driver::{
     Capabilities, DiskFork, DiskSource, Driver, ForkCost, LaunchError, Machine, MachineSpec, Usage, fault,
 };
-use trialrun_model::{ByteSize, ExecId, Isolation, Limits, SandboxId};
+use trialrun_model::{ExecId, Isolation, Limits, SandboxId};
 use trialrun_sys::ns::{self, Child, Namespaces};
 
 /// How long the end of a machine waits for its killed processes to leave their cgroup.
 const DEATH_PATIENCE: Duration = Duration::from_secs(10);
-
-/// When more than this is in memory only, it is written out before a fork makes the machine stand still.
-const MUCH_DIRTY: ByteSize = ByteSize(4 << 20);
 
 /// Makes container machines.
 #[derive(Debug, Default)]
@@ -324,9 +321,7 @@ impl Machine for ContainerMachine {
             let source = source.map_err(fail("hold the layer"))?;
             let _one = forking.lock().unwrap_or_else(PoisonError::into_inner);
             let began = Instant::now();
-            if freezer.dirty() > MUCH_DIRTY {
-                pool.flush(source.as_fd(), &child);
-            }
+            pool.flush(source.as_fd(), &child);
             let stopped = Instant::now();
             let frozen = freezer.freeze().map_err(fail("make the machine stand still"))?;
             fault::point("fork-frozen").map_err(fail("make the machine stand still"))?;

@@ -41,6 +41,8 @@ const HOST_RESERVE: u64 = 1 << 30;
 const STEP: u64 = 64 << 20;
 /// When the pool holds more than this, the space of removed layers is asked for rather than waited for.
 const MUCH: u64 = 512 << 20;
+/// When the pool has more than this in memory only, a layer is written out before its machine has to stand still.
+const MUCH_UNWRITTEN: u64 = 4 << 20;
 /// How often [`Pool::release`] looks, each 10 ms after the last.
 const RELEASE_LOOKS: u32 = 50;
 /// One part for metadata (256 MiB) is allocated for every so many parts for data (a tenth of the file system each).
@@ -314,7 +316,9 @@ impl Pool {
     /// Writes out what the layer of this directory has in memory only, while its machine runs on: a snapshot waits for
     /// it. Failure is none: the snapshot itself will tell.
     pub fn flush(&self, layer: BorrowedFd<'_>, child: &str) {
-        if matches!(self.inner.backing, Backing::Directory { .. }) {
+        // A machine's own count (memory.stat) is up to two seconds old; the file system's is of now, and of all machines.
+        let much = || blockdev::btrfs_room(self.inner.root.as_fd()).is_ok_and(|room| room.unwritten > MUCH_UNWRITTEN);
+        if matches!(self.inner.backing, Backing::Directory { .. }) || !much() {
             return;
         }
         // syncfs(2) would do so for every machine of the pool.
@@ -429,7 +433,7 @@ impl Inner {
         let told = blockdev::btrfs_room(self.root.as_fd()).or_else(|_| {
             let stat = rustix::fs::fstatvfs(&self.root)?;
             let used = stat.f_blocks.saturating_sub(stat.f_bfree).saturating_mul(stat.f_frsize);
-            io::Result::Ok(BtrfsRoom { free: free_bytes(&stat), used })
+            io::Result::Ok(BtrfsRoom { free: free_bytes(&stat), used, unwritten: 0 })
         });
         told.ok()
     }

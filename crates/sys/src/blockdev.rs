@@ -280,9 +280,11 @@ pub fn btrfs_room(root: BorrowedFd<'_>) -> io::Result<BtrfsRoom> {
         free = free.saturating_sub(number(name)?);
     }
     // What is reserved may be more than the part for data has: it will be taken from the rest.
-    let taken = used.saturating_add(number("bytes_may_use")?);
+    let unwritten = number("bytes_may_use")?;
+    let taken = used.saturating_add(unwritten);
     let over = taken.saturating_sub(number("total_bytes")?);
-    Ok(BtrfsRoom { free: (unallocated + free.saturating_sub(used)).saturating_sub(over), used: taken })
+    let free = (unallocated + free.saturating_sub(used)).saturating_sub(over);
+    Ok(BtrfsRoom { free, used: taken, unwritten })
 }
 
 /// What a btrfs file system has left.
@@ -292,6 +294,8 @@ pub struct BtrfsRoom {
     pub free: u64,
     /// Bytes of data that are there or on their way, removed ones included until they are given back.
     pub used: u64,
+    /// Bytes of data that are in memory only.
+    pub unwritten: u64,
 }
 
 fn check(result: i32) -> io::Result<()> {

@@ -4,6 +4,7 @@
 mod density;
 mod exec;
 mod files;
+mod fork;
 mod measure;
 mod peers;
 mod start;
@@ -57,6 +58,12 @@ enum Command {
     Files {
         /// Rounds
         #[arg(long, short, default_value_t = 7, value_parser = at_least_one())]
+        n: usize,
+    },
+    /// From a running machine with 200 MB in 20,000 files to the first word of its fork
+    Fork {
+        /// Rounds
+        #[arg(long, short, default_value_t = 40, value_parser = at_least_one())]
         n: usize,
     },
     /// Idle machines, made at once: do all start, how long does it take, what do they cost
@@ -115,6 +122,7 @@ async fn measure(world: &World, command: Command, json: Option<PathBuf>) -> Resu
         Command::Start { n, breakdown, only } => ("start", start::run(world, n, breakdown, &only).await?),
         Command::Exec { n } => ("exec", exec::run(world, n).await?),
         Command::Files { n } => ("files", files::run(world, n).await?),
+        Command::Fork { n } => ("fork", fork::run(world, n).await?),
         Command::Density { n } => ("density", density::run(world, n).await?),
     };
     let path = json.unwrap_or_else(|| world.target.join("bench").join(format!("{name}.json")));
