@@ -176,11 +176,19 @@ impl World {
     /// # Errors
     /// When it can't be opened.
     pub fn engine(&self) -> Result<Engine> {
+        self.engine_with(Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST })
+    }
+
+    /// An engine whose machines have another guest agent.
+    ///
+    /// # Errors
+    /// When it can't be opened.
+    pub fn engine_with(&self, guest: Guest) -> Result<Engine> {
         let config = Config {
             data_dir: self.data.clone(),
             cache_dir: cache_dir(),
             keeper: (binary().to_owned(), vec!["__keeper".to_owned()]),
-            guest: Guest::Embedded { program: trialrun_embedded::GUEST, digest: trialrun_embedded::GUEST_DIGEST },
+            guest,
         };
         Engine::open(config).context("open the engine")
     }

@@ -222,6 +222,14 @@ impl Inside<'_> {
                 at("mask /proc", attach(null.as_fd(), &place))?;
             }
         }
+        // The machine's first process, this one, belongs to root inside, whose ids its files have. With these, root could
+        // have the kernel kill the agent first, and a suite that eats memory would look like a failure of ours.
+        for name in ["oom_score_adj", "oom_adj", "autogroup", "coredump_filter", "clear_refs"] {
+            let place = proc.join("1").join(name);
+            let Ok(file) = open_tree(CWD, &place, CLONE) else { continue };
+            at("protect /proc/1", mount::set_attributes(file.as_fd(), READ_ONLY, false))?;
+            at("protect /proc/1", attach(file.as_fd(), &place))?;
+        }
         for name in ["acpi", "scsi", "asound"] {
             let place = proc.join(name);
             if place.is_dir() {
@@ -252,9 +260,10 @@ impl Inside<'_> {
         std::fs::create_dir(dev.join("pts"))?;
         // Group 5 is `tty` in Debian's and most other systems' group file.
         let tty = (self.uid_base + 5).to_string();
+        // The kernel has 3,072 for all machines together (kernel.pty.max less kernel.pty.reserve).
         let pts = new_mount(
             "devpts",
-            &[("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", &tty)],
+            &[("newinstance", ""), ("ptmxmode", "0666"), ("mode", "0620"), ("gid", &tty), ("max", "128")],
             nosuid_noexec,
         )?;
         attach(pts.as_fd(), &dev.join("pts"))?;

@@ -170,20 +170,25 @@ impl Sandbox {
     pub async fn read_file(&self, path: &str, limit: usize) -> Result<Vec<u8>, TransferError> {
         let place = PathBuf::from(path);
         let (ours, theirs) = UnixStream::pair().map_err(host("make a stream for", &place))?;
-        let read = tokio::task::spawn_blocking(move || -> io::Result<Vec<u8>> {
+        let mut read = tokio::task::spawn_blocking(move || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();
             ours.take(limit as u64 + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         });
         let op = FileOp::Read { path: path.into(), offset: 0, limit: limit as u64 + 1 };
-        let reply = self.call_with(op, theirs.into()).await;
-        let bytes = read.await.map_err(|e| TransferError::Hostile(e.to_string()))?;
+        let mut call = std::pin::pin!(self.call_with(op, theirs.into()));
+        let too_long = || TransferError::Hostile(format!("{path} is over the limit of {limit} bytes"));
+        let (bytes, reply) = tokio::select! {
+            reply = &mut call => (joined(read.await)?, reply),
+            done = &mut read => match joined(done)? {
+                // The machine may never say anything to it.
+                Ok(bytes) if bytes.len() > limit => return Err(too_long()),
+                bytes => (bytes, call.await),
+            },
+        };
         reply?;
         let bytes = bytes.map_err(host("read", &place))?;
-        if bytes.len() > limit {
-            return Err(TransferError::Hostile(format!("{path} is over the limit of {limit} bytes")));
-        }
-        Ok(bytes)
+        if bytes.len() > limit { Err(too_long()) } else { Ok(bytes) }
     }
 
     /// Downloads a file or folder. A folder's content lands in the folder `dest`; a file becomes the file `dest`.
@@ -196,7 +201,7 @@ impl Sandbox {
         let (ours, theirs) = UnixStream::pair().map_err(host("make a stream for", dest))?;
         let target = dest.to_owned();
         let root = source.to_owned();
-        let work = tokio::task::spawn_blocking(move || {
+        let mut work = tokio::task::spawn_blocking(move || {
             if is_dir { unpack(ours, &target, &root, limits) } else { save_file(ours, &target, limits) }
         });
         let op = if is_dir {
@@ -204,10 +209,16 @@ impl Sandbox {
         } else {
             FileOp::Read { path: source.into(), offset: 0, limit: 0 }
         };
-        let reply = self.call_with(op, theirs.into()).await;
-        let unpacked = work.await.map_err(|e| TransferError::Hostile(e.to_string()))?;
-        let (_, guest) = (unpacked.as_ref().err().is_none(), reply);
-        match (unpacked, guest) {
+        let mut call = std::pin::pin!(self.call_with(op, theirs.into()));
+        let (unpacked, reply) = tokio::select! {
+            reply = &mut call => (joined(work.await)?, reply),
+            done = &mut work => match joined(done)? {
+                // The machine may never say anything to it.
+                Err(e @ TransferError::Hostile(_)) => return Err(e),
+                unpacked => (unpacked, call.await),
+            },
+        };
+        match (unpacked, reply) {
             (Ok(mut moved), Ok(there)) => {
                 moved.skipped.extend(there.skipped);
                 moved.skipped.truncate(NAMED_SKIPS);
@@ -228,6 +239,11 @@ impl Sandbox {
             _ => Ok(Moved::default()),
         }
     }
+}
+
+/// The result of work that ran beside us.
+fn joined<T>(done: Result<T, tokio::task::JoinError>) -> Result<T, TransferError> {
+    done.map_err(|e| TransferError::Hostile(e.to_string()))
 }
 
 fn pack(source: &Path, stream: UnixStream, rules: &UploadRules) -> Result<Moved, TransferError> {

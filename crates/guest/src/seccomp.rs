@@ -23,6 +23,7 @@ const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
 const KILL: u32 = libc::SECCOMP_RET_KILL_PROCESS;
 const NOT_PERMITTED: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
 const NO_SUCH_CALL: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+const NO_SUCH_PROTOCOL: u32 = libc::SECCOMP_RET_ERRNO | libc::EPROTONOSUPPORT as u32;
 const NO_SUCH_FAMILY: u32 = libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT as u32;
 
 // Offsets in `struct seccomp_data`.
@@ -48,14 +49,26 @@ const X32_BIT: u32 = 0x4000_0000;
 const NEW_NAMESPACE: u32 =
     0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x1000_0000 | 0x2000_0000 | 0x4000_0000;
 
+/// Protocols of IPv4 and IPv6: what a family has by default, ICMP ("ping sockets"), TCP, UDP, ICMPv6. Go's listeners ask
+/// for MPTCP first and take TCP when there is none.
+const IP_PROTOCOLS: [u32; 5] = [0, 1, 6, 17, 58];
+/// Protocols of netlink: routes, socket diagnosis, device events, and the generic one. Not: packet rules, audit, IPsec,
+/// cryptography, and what only drivers and security modules serve.
+const NETLINK_PROTOCOLS: [u32; 4] = [0, 4, 15, 16];
+/// What a call names the machine's first process by.
+const AGENT: u32 = 1;
+
 /// How a system call is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
     Always(u32),
     /// clone: no new namespaces.
     Clone,
-    /// socket and socketpair: families that are namespaced.
+    /// socket and socketpair: families that are namespaced, and of those the protocols that programs need.
     Socket,
+    /// Calls that change a process: not the machine's first, which belongs to root inside as every process does. The
+    /// argument with this index says which process.
+    NotTheAgent(u32),
     /// ioctl: nothing that types into a terminal for another process.
     Ioctl,
     /// personality: asking, the default, and no address randomisation.
@@ -94,7 +107,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_process_madvise, libc::SYS_brk, libc::SYS_msync, libc::SYS_mincore, libc::SYS_mlock, libc::SYS_mlock2,
     libc::SYS_munlock, libc::SYS_mlockall, libc::SYS_munlockall, libc::SYS_membarrier, libc::SYS_memfd_create,
     libc::SYS_remap_file_pages, libc::SYS_mbind, libc::SYS_get_mempolicy, libc::SYS_set_mempolicy,
-    libc::SYS_set_mempolicy_home_node, libc::SYS_migrate_pages, libc::SYS_move_pages, libc::SYS_pkey_alloc,
+    libc::SYS_set_mempolicy_home_node, libc::SYS_pkey_alloc,
     libc::SYS_pkey_free, libc::SYS_pkey_mprotect, libc::SYS_process_mrelease,
     453, // map_shadow_stack
     462, // mseal
@@ -105,11 +118,10 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_setsid, libc::SYS_kill, libc::SYS_tkill, libc::SYS_tgkill, libc::SYS_pidfd_open,
     libc::SYS_pidfd_getfd, libc::SYS_pidfd_send_signal, libc::SYS_prctl, libc::SYS_ptrace,
     libc::SYS_process_vm_readv, libc::SYS_process_vm_writev, libc::SYS_kcmp, libc::SYS_futex,
-    libc::SYS_futex_waitv, libc::SYS_getrusage, libc::SYS_getrlimit, libc::SYS_setrlimit, libc::SYS_prlimit64,
-    libc::SYS_getpriority, libc::SYS_setpriority, libc::SYS_ioprio_get, libc::SYS_ioprio_set, libc::SYS_sched_yield,
-    libc::SYS_sched_getaffinity, libc::SYS_sched_setaffinity, libc::SYS_sched_getattr, libc::SYS_sched_setattr,
-    libc::SYS_sched_getparam, libc::SYS_sched_setparam, libc::SYS_sched_getscheduler,
-    libc::SYS_sched_setscheduler, libc::SYS_sched_get_priority_max, libc::SYS_sched_get_priority_min,
+    libc::SYS_futex_waitv, libc::SYS_getrusage, libc::SYS_getrlimit, libc::SYS_setrlimit,
+    libc::SYS_getpriority, libc::SYS_ioprio_get, libc::SYS_sched_yield, libc::SYS_sched_getaffinity,
+    libc::SYS_sched_getattr, libc::SYS_sched_getparam, libc::SYS_sched_getscheduler,
+    libc::SYS_sched_get_priority_max, libc::SYS_sched_get_priority_min,
     libc::SYS_sched_rr_get_interval, libc::SYS_getcpu, libc::SYS_times, libc::SYS_vhangup,
     454, 455, 456, // futex_wake, futex_wait, futex_requeue
     // Signals.
@@ -175,6 +187,19 @@ const REFUSED_LEGACY: &[c_long] =
 #[cfg(not(target_arch = "x86_64"))]
 const REFUSED_LEGACY: &[c_long] = &[];
 
+/// Calls that change a process, each with the index of the argument that says which.
+const NOT_OF_THE_AGENT: &[(c_long, u32)] = &[
+    (libc::SYS_prlimit64, 0),
+    (libc::SYS_sched_setaffinity, 0),
+    (libc::SYS_sched_setattr, 0),
+    (libc::SYS_sched_setparam, 0),
+    (libc::SYS_sched_setscheduler, 0),
+    (libc::SYS_migrate_pages, 0),
+    (libc::SYS_move_pages, 0),
+    (libc::SYS_setpriority, 1),
+    (libc::SYS_ioprio_set, 1),
+];
+
 fn answers() -> Vec<(u32, Answer)> {
     let always = |list: &'static [c_long], action| list.iter().map(move |&n| (n as u32, Answer::Always(action)));
     let mut all: Vec<(u32, Answer)> = always(ALLOWED, ALLOW)
@@ -188,6 +213,7 @@ fn answers() -> Vec<(u32, Answer)> {
             (libc::SYS_ioctl as u32, Answer::Ioctl),
             (libc::SYS_personality as u32, Answer::Personality),
         ])
+        .chain(NOT_OF_THE_AGENT.iter().map(|&(number, index)| (number as u32, Answer::NotTheAgent(index))))
         .collect();
     all.sort_unstable_by_key(|&(number, _)| number);
     all
@@ -245,9 +271,22 @@ fn leaf(answer: Answer) -> Vec<sock_filter> {
             statement(RET, ALLOW),
         ],
         Answer::Socket => {
-            let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK].map(|f| f as u32);
-            one_of(0, u32::MAX, &families, ALLOW, NO_SUCH_FAMILY)
+            let ip = one_of(2, u32::MAX, &IP_PROTOCOLS, ALLOW, NO_SUCH_PROTOCOL);
+            let netlink = one_of(2, u32::MAX, &NETLINK_PROTOCOLS, ALLOW, NO_SUCH_PROTOCOL);
+            let mut code = vec![
+                statement(LD_W_ABS, argument(0)),
+                jump(JEQ, libc::AF_UNIX as u32, 4, 0),
+                jump(JEQ, libc::AF_INET as u32, 4, 0),
+                jump(JEQ, libc::AF_INET6 as u32, 3, 0),
+                jump(JEQ, libc::AF_NETLINK as u32, 2 + ip.len() as u8, 0),
+                statement(RET, NO_SUCH_FAMILY),
+                statement(RET, ALLOW),
+            ];
+            code.extend(ip);
+            code.extend(netlink);
+            code
         }
+        Answer::NotTheAgent(index) => one_of(index, u32::MAX, &[AGENT], NOT_PERMITTED, ALLOW),
         Answer::Ioctl => one_of(1, u32::MAX, &[libc::TIOCSTI as u32, libc::TIOCLINUX as u32], NOT_PERMITTED, ALLOW),
         Answer::Personality => {
             one_of(0, u32::MAX, &[0, libc::ADDR_NO_RANDOMIZE as u32, u32::MAX], ALLOW, NOT_PERMITTED)
@@ -351,6 +390,11 @@ mod tests {
             (libc::SYS_socket, [libc::AF_VSOCK as u64, 0], NO_SUCH_FAMILY),
             (libc::SYS_socket, [libc::AF_PACKET as u64, 0], NO_SUCH_FAMILY),
             (libc::SYS_socketpair, [libc::AF_UNIX as u64, 0], ALLOW),
+            (libc::SYS_prlimit64, [0, 7], ALLOW),
+            (libc::SYS_prlimit64, [77, 7], ALLOW),
+            (libc::SYS_prlimit64, [1 | high, 7], NOT_PERMITTED),
+            (libc::SYS_setpriority, [0, 1], NOT_PERMITTED),
+            (libc::SYS_setpriority, [1, 0], ALLOW),
             (libc::SYS_ioctl, [0, libc::TCGETS], ALLOW),
             (libc::SYS_ioctl, [0, libc::TIOCSTI], NOT_PERMITTED),
             (libc::SYS_ioctl, [0, libc::TIOCSTI | high], NOT_PERMITTED),
@@ -361,6 +405,24 @@ mod tests {
         ];
         for (number, [a, b], want) in cases {
             assert_eq!(run(&program, THIS_ARCH, number as u32, [a, b, 0, 0, 0, 0]), want, "{number} {a:#x} {b:#x}");
+        }
+        let protocols = [
+            (libc::AF_INET, 0, ALLOW),
+            (libc::AF_INET, 6, ALLOW),
+            (libc::AF_INET6, 17, ALLOW),
+            (libc::AF_INET6, 58, ALLOW),
+            (libc::AF_INET, 132, NO_SUCH_PROTOCOL),
+            (libc::AF_INET6, 262, NO_SUCH_PROTOCOL),
+            (libc::AF_NETLINK, 0, ALLOW),
+            (libc::AF_NETLINK, 16, ALLOW),
+            (libc::AF_NETLINK, 12, NO_SUCH_PROTOCOL),
+            (libc::AF_NETLINK, 9, NO_SUCH_PROTOCOL),
+            (libc::AF_UNIX, 77, ALLOW),
+            (libc::AF_ALG, 0, NO_SUCH_FAMILY),
+        ];
+        for (family, protocol, want) in protocols {
+            let args = [family as u64 | high, 3, protocol | high, 0, 0, 0];
+            assert_eq!(run(&program, THIS_ARCH, libc::SYS_socket as u32, args), want, "{family} {protocol}");
         }
     }
 }

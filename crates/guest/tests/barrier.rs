@@ -49,8 +49,8 @@ fn capabilities_are_the_listed_ones() {
     assert_eq!(root, format!("CapInh: {none} CapPrm: {kept} CapEff: {kept} CapBnd: {kept} CapAmb: {none} "));
     let user = guest.exec(sh(caps)).ok().text();
     assert_eq!(user, format!("CapInh: {none} CapPrm: {none} CapEff: {none} CapBnd: {kept} CapAmb: {none} "));
-    let status = guest.exec(sh("grep -E '^(NoNewPrivs|Seccomp):' /proc/self/status | tr '\\t\\n' ' '; ulimit -c; umask; cat /proc/self/oom_score_adj"));
-    assert_eq!(status.ok().text(), "NoNewPrivs: 0 Seccomp: 2 0\n0022\n500\n");
+    let status = guest.exec(sh("grep -E '^(NoNewPrivs|Seccomp):' /proc/self/status | tr '\\t\\n' ' '; grep 'core file' /proc/self/limits | tr -s ' '; umask; cat /proc/self/oom_score_adj"));
+    assert_eq!(status.ok().text(), "NoNewPrivs: 0 Seccomp: 2 Max core file size 1 1 bytes \n0022\n500\n");
     let signals = guest.exec(sh("grep -E '^Sig(Blk|Ign):' /proc/self/status | tr '\\t\\n' ' '")).ok().text();
     assert_eq!(signals, format!("SigBlk: {none} SigIgn: {none} "));
 }

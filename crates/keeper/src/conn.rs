@@ -54,6 +54,9 @@ impl Receiver {
                 return Ok(Some(frame));
             }
             let (decoder, fds, stream) = (&mut self.decoder, &mut self.fds, &self.stream);
+            // A peer that always has more to say must not keep the thread from its other work, deadlines above all: neither
+            // readiness nor `try_io` counts as work by itself.
+            tokio::task::consume_budget().await;
             stream.readable().await?;
             let read =
                 stream.try_io(Interest::READABLE, || fdpass::recv(stream.as_fd(), decoder.buffer(), READ_BYTES, fds));

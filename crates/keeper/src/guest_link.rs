@@ -17,14 +17,14 @@ use std::{
     rc::Rc,
 };
 use tokio::sync::{Semaphore, mpsc};
-use trialrun_guest_proto::{Event, EventKind, FailKind, Failed, Op, Request, frame::Kind};
+use trialrun_guest_proto::{Event, EventKind, FailKind, Failed, FileStat, Op, Request, frame::Kind};
 
 /// Bytes of data that either side may send on a stream before it is granted more.
 pub const WINDOW: u32 = 256 << 10;
 /// Largest piece of data that waits for credit as a whole.
 const PIECE: usize = 64 << 10;
-/// Bytes of events that may wait on one stream.
-const MAX_WAITING_EVENT_BYTES: usize = 256 << 20;
+/// Host memory that the events of one stream may take in all, whether somebody waits for them or not.
+const MAX_EVENT_BYTES: usize = 256 << 20;
 
 /// Something that arrived on a stream.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ struct Lane {
     to: mpsc::UnboundedSender<Arrival>,
     /// Data bytes that may still come.
     credit: u64,
-    /// Event bytes that arrived in all.
+    /// What the events that arrived in all took, see [`weight`].
     events: usize,
     /// Data bytes that may still go. Closed when nobody is there any more to take them.
     room: Rc<Semaphore>,
@@ -93,6 +93,17 @@ pub struct Lines {
     from: mpsc::UnboundedReceiver<Arrival>,
 }
 
+/// Bytes that an event of this length on the wire takes here: two bytes there can be an entry of a list, or an event,
+/// that takes a hundred times as many.
+fn weight(len: usize, event: Option<&EventKind>) -> usize {
+    let entries = match event {
+        Some(EventKind::Entries(entries)) => entries.entries.len() * size_of::<FileStat>(),
+        Some(EventKind::Done(done)) => done.skipped.len() * size_of::<String>(),
+        _ => 0,
+    };
+    len + size_of::<Arrival>() + entries
+}
+
 fn lost() -> CallError {
     CallError { kind: CallErrorKind::MachineLost, message: "the machine is gone".to_owned() }
 }
@@ -122,12 +133,13 @@ impl GuestLink {
             let Some(lane) = lanes.get_mut(&frame.stream) else { continue };
             let arrival = match frame.kind {
                 Kind::Event => {
-                    lane.events += frame.payload.len();
-                    if lane.events > MAX_WAITING_EVENT_BYTES {
-                        return Err(broken("the guest agent floods a stream with events"));
-                    }
+                    let len = frame.payload.len();
                     let event =
                         Event::decode(frame.payload).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+                    lane.events += weight(len, event.kind.as_ref());
+                    if lane.events > MAX_EVENT_BYTES {
+                        return Err(broken("the guest agent floods a stream with events"));
+                    }
                     // An event of a kind that this generation does not know.
                     let Some(kind) = event.kind else { continue };
                     Arrival::Event(kind)

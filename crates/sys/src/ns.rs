@@ -11,6 +11,8 @@ use std::{
 pub struct Namespaces(pub u64);
 
 impl Namespaces {
+    /// None: all are shared.
+    pub const NONE: Self = Self(0);
     /// Mount namespace.
     pub const MOUNT: Self = Self(libc::CLONE_NEWNS as u64);
     /// PID namespace.
@@ -94,6 +96,10 @@ pub fn clone3(namespaces: Namespaces, cgroup: Option<BorrowedFd<'_>>, body: impl
 /// Makes a user namespace that maps its ids `0..count` to the host's `base..base + count` and in which no further user
 /// namespace can be made (`max_user_namespaces` 0, namespaces(7)). user_namespaces(7).
 ///
+/// It belongs to the host's uid `base`, not to root: what the kernel counts per user in a namespace (inotify instances
+/// and watches, pending signals, …) it also counts for the namespace's owner in the one above, so that machines with one
+/// owner would use up each other's and the host root's share (kernel/ucount.c, `inc_ucount`).
+///
 /// # Errors
 /// What clone3(2) or writing the maps says. The caller must be single-threaded and privileged.
 pub fn user_namespace(base: u32, count: u32) -> io::Result<OwnedFd> {
@@ -101,11 +107,13 @@ pub fn user_namespace(base: u32, count: u32) -> io::Result<OwnedFd> {
     let (mut wait, go) = io::pipe()?;
     let mut go = Some(go);
     let (mut report, mut done) = io::pipe()?;
-    let child = clone3(Namespaces::USER, None, || {
+    let child = clone3(Namespaces::NONE, None, || {
         // With a copy of its own it would wait for itself, for ever, when the parent is killed.
         drop(go.take());
         let mut byte = [0];
-        if wait.read_exact(&mut byte).is_err() {
+        let made = become_keeping_capabilities(base).and_then(|()| unshare(Namespaces::USER));
+        let errno = made.map_or_else(|e| e.raw_os_error().unwrap_or(libc::EIO), |()| 0);
+        if done.write_all(&errno.to_ne_bytes()).is_err() || errno != 0 || wait.read_exact(&mut byte).is_err() {
             return 1;
         }
         // The sysctl is that of the opener's own user namespace, whose root the child is once the map is written.
@@ -117,10 +125,18 @@ pub fn user_namespace(base: u32, count: u32) -> io::Result<OwnedFd> {
     })?;
     let result = (|| {
         let go = go.as_mut().ok_or_else(|| io::Error::from(io::ErrorKind::BrokenPipe))?;
+        let mut errno = [0; 4];
+        report.read_exact(&mut errno)?;
+        match i32::from_ne_bytes(errno) {
+            0 => {}
+            errno => return Err(io::Error::from_raw_os_error(errno)),
+        }
         let proc = format!("/proc/{}", child.pid);
         let map = format!("0 {base} {count}\n");
         std::fs::write(format!("{proc}/uid_map"), &map)?;
         std::fs::write(format!("{proc}/gid_map"), &map)?;
+        // Needs no right, so that whoever comes first decides (user_namespaces(7)).
+        std::fs::write(format!("{proc}/projid_map"), &map)?;
         go.write_all(b"m")?;
         let mut limited = [0];
         report.read_exact(&mut limited)?;
@@ -137,6 +153,18 @@ pub fn user_namespace(base: u32, count: u32) -> io::Result<OwnedFd> {
         rustix::process::WaitIdOptions::EXITED,
     );
     result
+}
+
+/// Takes a user and group id with all capabilities kept, which setresuid(2) otherwise takes away from who leaves uid 0
+/// (capabilities(7), `SECBIT_NO_SETUID_FIXUP`).
+fn become_keeping_capabilities(id: u32) -> io::Result<()> {
+    const SECBIT_NO_SETUID_FIXUP: libc::c_ulong = 1 << 2;
+    // SAFETY: only the calling thread's credentials change. The bare calls: glibc's change every thread's.
+    unsafe {
+        check(libc::prctl(libc::PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0))?;
+        check(libc::syscall(libc::SYS_setresgid, id, id, id) as i32)?;
+        check(libc::syscall(libc::SYS_setresuid, id, id, id) as i32)
+    }
 }
 
 /// Moves the calling thread into the namespace that `fd` refers to. setns(2).

@@ -305,7 +305,9 @@ unsafe fn child(plan: &mut Plan<'_>) -> ! {
         libc::sigemptyset(&mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
         libc::umask(0o022);
-        let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // 1, not 0: a host whose core_pattern is a program would run it, as the host's root, at every crash in a machine;
+        // this value alone keeps it from that, and no file is written either (fs/coredump.c).
+        let no_core = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
         libc::setrlimit(libc::RLIMIT_CORE, &no_core);
 
         if let Some(value) = &plan.oom {
