@@ -1,8 +1,15 @@
 //! Cgroups: limits, kill, freeze, and what was used.
 //!
-//! Two back ends, chosen by what is mounted. `V2`: everything in one tree. `Hybrid` (systemd's name for it): memory,
-//! pids and cpu are bound to v1 hierarchies, so limits come from there; everything else (`cgroup.kill`, freeze,
-//! `cpu.stat`, CLONE_INTO_CGROUP) comes from the cgroup2 mount, which gives it without any controller.
+//! Back ends, chosen by what is mounted. `V2`: everything in one tree. `Hybrid` (systemd's name for it): memory, pids and
+//! cpu are bound to v1 hierarchies, so limits come from there; everything else (`cgroup.kill`, freeze, `cpu.stat`,
+//! CLONE_INTO_CGROUP) comes from the cgroup2 mount, which gives it without any controller. Where only v1 is mounted, a
+//! cgroup2 mount of our own, that appears nowhere, makes it hybrid: every kernel from 4.5 on has one.
+//!
+//! `TRIALRUN_CGROUPS=v1` takes a mount of our own also where there is another, `=v2` insists on the one tree.
+//!
+//! In a V2 tree that systemd manages, a unit with `Delegate=yes` gets a part of its own, marked with the attribute
+//! `trusted.delegate` (or `user.delegate`): when this process is in one, machines are made there. The unit's processes
+//! move to its leaf `host`, since a group that gives controllers on may hold none (cgroups(7), "no internal processes").
 //!
 //! ```text
 //! <cgroup2>/trialrun-<tag>/<sandbox>/init        PID 1
@@ -17,7 +24,7 @@
 use std::{
     fs,
     io::{self, Write},
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -45,6 +52,8 @@ pub enum Hierarchy {
         root: PathBuf,
         /// v1 mount points by controller, those of [`V1_CONTROLLERS`] that exist.
         v1: Vec<(String, PathBuf)>,
+        /// Whether the cgroup2 mount is our own.
+        own: bool,
     },
 }
 
@@ -52,19 +61,30 @@ impl Hierarchy {
     /// Reads what is mounted.
     ///
     /// # Errors
-    /// When there is no cgroup2 mount.
+    /// When there are neither v1 hierarchies nor a cgroup2 mount, or the mount of our own can't be made.
     pub fn detect() -> io::Result<Self> {
+        let wanted = std::env::var("TRIALRUN_CGROUPS").unwrap_or_default();
         // A mount point anywhere on the host may have a name that is not UTF-8.
-        Self::from_mountinfo(&String::from_utf8_lossy(&fs::read("/proc/self/mountinfo")?))
+        let text = String::from_utf8_lossy(&fs::read("/proc/self/mountinfo")?).into_owned();
+        let found = Self::from_mountinfo(&text, wanted != "v1")?;
+        match found {
+            Self::Hybrid { v1, own: true, .. } => Ok(Self::Hybrid { root: own_mount()?, v1, own: true }),
+            Self::Hybrid { .. } if wanted == "v2" => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "TRIALRUN_CGROUPS=v2, but memory, pids or cpu are bound to v1 hierarchies (cgroup_no_v1=all)",
+            )),
+            Self::V2 { root } => Ok(Self::V2 { root: delegated(&root).unwrap_or(root) }),
+            found => Ok(found),
+        }
     }
 
-    fn from_mountinfo(text: &str) -> io::Result<Self> {
+    fn from_mountinfo(text: &str, take_mounted: bool) -> io::Result<Self> {
         let (mut root, mut v1) = (None, Vec::new());
         for line in text.lines() {
             let Some((left, right)) = line.split_once(" - ") else { continue };
             let (Some(place), Some(kind)) = (left.split(' ').nth(4), right.split(' ').next()) else { continue };
             match kind {
-                "cgroup2" if root.is_none() => root = Some(PathBuf::from(place)),
+                "cgroup2" if root.is_none() && take_mounted => root = Some(PathBuf::from(place)),
                 "cgroup" => {
                     let options = right.split(' ').nth(2).unwrap_or_default();
                     for controller in options.split(',').filter(|o| V1_CONTROLLERS.contains(o)) {
@@ -76,8 +96,12 @@ impl Hierarchy {
                 _ => {}
             }
         }
-        let root = root.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "no cgroup2 mount"))?;
-        Ok(if v1.is_empty() { Self::V2 { root } } else { Self::Hybrid { root, v1 } })
+        match (root, v1.is_empty()) {
+            (Some(root), true) => Ok(Self::V2 { root }),
+            (Some(root), false) => Ok(Self::Hybrid { root, v1, own: false }),
+            (None, false) => Ok(Self::Hybrid { root: PathBuf::new(), v1, own: true }),
+            (None, true) => Err(io::Error::new(io::ErrorKind::NotFound, "no cgroup hierarchy is mounted")),
+        }
     }
 
     fn root(&self) -> &Path {
@@ -98,7 +122,8 @@ impl Hierarchy {
     pub fn label(&self) -> &'static str {
         match self {
             Self::V2 { .. } => "cgroup v2",
-            Self::Hybrid { .. } => "cgroup hybrid",
+            Self::Hybrid { own: false, .. } => "cgroup hybrid",
+            Self::Hybrid { own: true, .. } => "cgroup v1, with a cgroup2 mount of our own",
         }
     }
 
@@ -118,6 +143,48 @@ impl Hierarchy {
         }
         dirs
     }
+}
+
+/// A cgroup2 mount that belongs to no mount namespace, held by this process for good, as a path.
+fn own_mount() -> io::Result<PathBuf> {
+    use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
+    use std::{os::fd::AsRawFd, sync::OnceLock};
+    static MOUNT: OnceLock<OwnedFd> = OnceLock::new();
+    if MOUNT.get().is_none() {
+        let context = rustix::mount::fsopen("cgroup2", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        rustix::mount::fsconfig_create(context.as_fd())?;
+        let none = MountAttrFlags::empty();
+        let _ = MOUNT.set(rustix::mount::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, none)?);
+    }
+    let mount = MOUNT.get().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+    Ok(PathBuf::from(format!("/proc/self/fd/{}", mount.as_raw_fd())))
+}
+
+/// The part of the tree at `root` that was delegated to the unit of this process.
+fn delegated(root: &Path) -> Option<PathBuf> {
+    let text = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let own = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let own = own.strip_suffix("/host").unwrap_or(own);
+    let place = root.join(own);
+    let marked = |name: &str| {
+        let mut value = [0; 8];
+        rustix::fs::getxattr(&place, name, &mut value).is_ok_and(|len| value.get(..len) == Some(b"1"))
+    };
+    (!own.is_empty() && (marked("trusted.delegate") || marked("user.delegate"))).then_some(place)
+}
+
+/// Moves every process of a group to its leaf `host`, so that its controllers can be given on.
+fn vacate(group: &Path) -> io::Result<()> {
+    let leaf = group.join("host");
+    match fs::create_dir(&leaf) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+        _ => {}
+    }
+    for pid in fs::read_to_string(group.join("cgroup.procs"))?.lines() {
+        // One that ended meanwhile is ESRCH; one that stays is found by the next write.
+        let _ = write(&leaf.join("cgroup.procs"), pid);
+    }
+    Ok(())
 }
 
 /// One machine's cgroups.
@@ -172,9 +239,13 @@ impl MachineCgroup {
         let enable = |dir: &Path| match &hierarchy {
             Hierarchy::Hybrid { .. } => Ok(()),
             Hierarchy::V2 { root } => {
-                // Already on where systemd runs; needed on a bare tree.
-                let _ = write(&root.join("cgroup.subtree_control"), "+memory +pids +cpu");
-                write(&dir.join("cgroup.subtree_control"), "+memory +pids +cpu")
+                // Already on where systemd runs; needed on a bare tree and in a delegated part, whose processes are in the way.
+                let give_on = |dir: &Path| write(&dir.join("cgroup.subtree_control"), "+memory +pids +cpu");
+                if give_on(root).is_err() && root.join("cgroup.type").exists() {
+                    vacate(root)?;
+                    give_on(root)?;
+                }
+                give_on(dir)
             }
         };
         let main = make_below(&parent, id.as_str(), enable)?;
@@ -458,7 +529,9 @@ mod tests {
 
     #[test]
     fn controllers_in_v1_make_it_hybrid() {
-        let Hierarchy::Hybrid { root, v1 } = Hierarchy::from_mountinfo(HYBRID).unwrap() else { panic!("not hybrid") };
+        let Hierarchy::Hybrid { root, v1, own: false } = Hierarchy::from_mountinfo(HYBRID, true).unwrap() else {
+            panic!("not hybrid")
+        };
         assert_eq!(root, Path::new("/sys/fs/cgroup/unified"));
         assert_eq!(v1.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["cpu", "memory"]);
     }
@@ -466,7 +539,16 @@ mod tests {
     #[test]
     fn one_tree_is_v2_and_none_is_an_error() {
         let text = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
-        assert_eq!(Hierarchy::from_mountinfo(text).unwrap(), Hierarchy::V2 { root: "/sys/fs/cgroup".into() });
-        assert!(Hierarchy::from_mountinfo("").is_err());
+        assert_eq!(Hierarchy::from_mountinfo(text, true).unwrap(), Hierarchy::V2 { root: "/sys/fs/cgroup".into() });
+        assert!(Hierarchy::from_mountinfo("", true).is_err());
+    }
+
+    #[test]
+    fn where_only_v1_is_mounted_a_cgroup2_mount_of_our_own_is_taken() {
+        let v1: String = HYBRID.lines().filter(|l| !l.contains("cgroup2")).map(|l| format!("{l}\n")).collect();
+        for found in [Hierarchy::from_mountinfo(&v1, true).unwrap(), Hierarchy::from_mountinfo(HYBRID, false).unwrap()]
+        {
+            assert!(matches!(found, Hierarchy::Hybrid { own: true, v1, .. } if v1.len() == 2));
+        }
     }
 }

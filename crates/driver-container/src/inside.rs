@@ -27,11 +27,15 @@ use trialrun_sys::{
 /// Everything the child needs, opened before it is born.
 pub struct Inside<'a> {
     pub rootfs: &'a Rootfs,
+    /// Trees below the writable layer, topmost first.
+    pub lowers: &'a [PathBuf],
     pub pool: &'a Pool,
     pub layer: &'a Layer,
     /// An empty directory to build the root on; only this mount namespace sees that.
     pub stage: &'a Path,
     pub userns: BorrowedFd<'a>,
+    /// Whether lower trees and host directories are id-mapped; else the trees were shifted before.
+    pub idmap: bool,
     pub netns: Option<BorrowedFd<'a>>,
     pub uid_base: u32,
     pub hostname: &'a str,
@@ -82,13 +86,6 @@ fn attach(mount: BorrowedFd<'_>, place: &Path) -> rustix::io::Result<()> {
     move_mount(mount, "", CWD, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
 }
 
-/// A detached copy of a host directory's mount, its ids mapped to the sandbox's.
-fn mapped(source: &Path, userns: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    let tree = open_tree(CWD, source, CLONE)?;
-    mount::idmap(tree.as_fd(), userns)?;
-    Ok(tree)
-}
-
 fn new_mount(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> rustix::io::Result<OwnedFd> {
     let context = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
     for (key, value) in options {
@@ -120,6 +117,15 @@ impl Inside<'_> {
         let argv: [&CStr; 5] = [c"trialrun-guest", c"--fd", c"3", c"--boot-fd", c"4"];
         let cause = ns::exec_with_fds(self.program, &argv, self.fds);
         StepError { step: "execute the guest agent", cause }
+    }
+
+    /// A detached copy of a host directory's mount, its ids mapped to the sandbox's.
+    fn mapped(&self, source: &Path) -> io::Result<OwnedFd> {
+        let tree = open_tree(CWD, source, CLONE)?;
+        if self.idmap {
+            mount::idmap(tree.as_fd(), self.userns)?;
+        }
+        Ok(tree)
     }
 
     fn prepare(&mut self) -> Result<(), StepError> {
@@ -169,8 +175,8 @@ impl Inside<'_> {
             Ok(attach(mount.as_fd(), Path::new(name))?)
         };
         let mut names = Vec::new();
-        for (n, lower) in self.rootfs.lowers.iter().enumerate() {
-            place(&n.to_string(), mapped(lower, self.userns)?)?;
+        for (n, lower) in self.lowers.iter().enumerate() {
+            place(&n.to_string(), self.mapped(lower)?)?;
             names.push(n.to_string());
         }
         place("p", self.pool.mount()?)?;
@@ -279,7 +285,7 @@ impl Inside<'_> {
     fn binds(&self, root: &Path) -> io::Result<()> {
         let below = |path: &Path| -> PathBuf { root.join(path.strip_prefix("/").unwrap_or(path)) };
         for bind in &self.rootfs.binds {
-            let tree = mapped(&bind.source, self.userns)?;
+            let tree = self.mapped(&bind.source)?;
             mount::set_attributes(tree.as_fd(), READ_ONLY | u64::from(MountAttrFlags::MOUNT_ATTR_NODEV.bits()), false)?;
             attach(tree.as_fd(), &below(&bind.target))?;
         }

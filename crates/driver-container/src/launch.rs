@@ -9,6 +9,7 @@ use crate::{
     cgroup::{Hierarchy, MachineCgroup},
     inside::{Inside, StepError},
     layer::{Layer, Pool},
+    lower,
 };
 use std::{
     fs::File,
@@ -17,6 +18,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -87,8 +89,8 @@ impl Driver for ContainerDriver {
 
     fn launch(&self, spec: MachineSpec) -> Result<Box<dyn Machine>, LaunchError> {
         let hierarchy = Hierarchy::detect().map_err(|cause| LaunchError {
-            step: "find the cgroup2 mount".to_owned(),
-            way_out: Some("mount it: mount -t cgroup2 none /sys/fs/cgroup/unified".to_owned()),
+            step: "find the cgroup hierarchies".to_owned(),
+            way_out: Some("mount one: mount -t cgroup2 none /sys/fs/cgroup".to_owned()),
             cause,
         })?;
         let ahead = self.pool.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -106,13 +108,27 @@ impl Driver for ContainerDriver {
         parts.cgroup = Some(cgroup);
         fault::point("driver-cgroup").map_err(fail("make the cgroup"))?;
         let userns = ns::user_namespace(base, spec.lineage.uid_count()).map_err(fail("make the user namespace"))?;
-        let (child, stream) = start(spec, &parts, &userns)?;
+        let refusal = lower::idmap_refusal(&spec.rootfs.lowers, userns.as_fd());
+        let lowers = match &refusal {
+            None => spec.rootfs.lowers.clone(),
+            Some(_) => lower::shifted(&spec.data_dir, &spec.rootfs.lowers, base)?,
+        };
+        let binds = !spec.rootfs.binds.is_empty();
+        let (child, stream) = start(spec, &parts, &userns, &lowers, refusal.is_none())?;
         if let Err(cause) = fault::point("driver-child") {
             let _ = rustix::process::pidfd_send_signal(&child.0.pidfd, rustix::process::Signal::KILL);
             reap(&child.0);
             return Err(LaunchError::new("start the guest agent", cause));
         }
-        let isolation = describe(&parts, &hierarchy, &child.1);
+        let mut isolation = describe(&parts, &hierarchy, &child.1);
+        match refusal {
+            None => isolation.layers.insert(2, "id-mapped read-only base".to_owned()),
+            Some(reason) => {
+                isolation.layers.insert(2, "read-only base, copied for this uid range".to_owned());
+                let binds = if binds { "; the host's own files belong to nobody inside" } else { "" };
+                isolation.notes.push(format!("the base is copied instead of id-mapped: {reason}{binds}"));
+            }
+        }
         Ok(Box::new(ContainerMachine {
             parts,
             child: child.0,
@@ -129,7 +145,6 @@ fn describe(parts: &Parts, hierarchy: &Hierarchy, limits: &Limits) -> Isolation 
     isolation.layers = [
         "user namespace with its own uid range",
         "mount, pid, network, ipc, uts and cgroup namespaces",
-        "id-mapped read-only base",
         "capabilities",
         "seccomp allow-list",
         hierarchy.label(),
@@ -147,7 +162,7 @@ fn describe(parts: &Parts, hierarchy: &Hierarchy, limits: &Limits) -> Isolation 
     match (parts.pool.unlimited_because(), &parts.layer) {
         (Some(reason), _) => isolation.missing.push(format!("disk limit: {reason}")),
         (None, Some(layer)) if !layer.limited() => {
-            isolation.missing.push("disk limit: this kernel has no btrfs simple quotas (Linux 6.7)".to_owned());
+            isolation.missing.push("disk limit: quotas could not be turned on in the pool of layers".to_owned());
         }
         _ => {}
     }
@@ -188,7 +203,13 @@ fn affinity(limits: &Limits, lineage: u32) -> Vec<usize> {
     (0..want).map(|n| cpus[(lineage as usize * want + n) % cpus.len()]).collect()
 }
 
-fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, Limits), UnixStream), LaunchError> {
+fn start(
+    spec: MachineSpec,
+    parts: &Parts,
+    userns: &OwnedFd,
+    lowers: &[PathBuf],
+    idmap: bool,
+) -> Result<((Child, Limits), UnixStream), LaunchError> {
     let (Some(layer), Some(cgroup)) = (&parts.layer, &parts.cgroup) else {
         return Err(LaunchError::new("start", io::Error::other("the layer and the cgroup come first")));
     };
@@ -204,6 +225,8 @@ fn start(spec: MachineSpec, parts: &Parts, userns: &OwnedFd) -> Result<((Child, 
     let namespaces = if spec.netns.is_some() { namespaces } else { namespaces.with(Namespaces::NET) };
     let mut inside = Some(Inside {
         rootfs: &spec.rootfs,
+        lowers,
+        idmap,
         pool: &parts.pool,
         layer,
         stage: &stage,

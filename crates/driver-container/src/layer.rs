@@ -252,7 +252,7 @@ impl Pool {
         match blockdev::limit_subvolume(dir.as_fd(), limit.bytes()) {
             // Quotas not yet on: a pool from before, or the user's own btrfs.
             Err(_) if matches!(self.inner.backing, Backing::Image { .. }) => {
-                blockdev::enable_simple_quota(self.inner.root.as_fd())?;
+                enable_quota(self.inner.root.as_fd())?;
                 blockdev::limit_subvolume(dir.as_fd(), limit.bytes())
             }
             other => other,
@@ -523,6 +523,16 @@ impl Layer {
     }
 }
 
+/// Simple quotas, or the older ones before Linux 6.7, with which a fork's limit counts what it shares too.
+/// `TRIALRUN_QUOTA=full` forces the older ones, `TRIALRUN_QUOTA=off` does without.
+fn enable_quota(root: BorrowedFd<'_>) -> io::Result<()> {
+    match std::env::var("TRIALRUN_QUOTA").as_deref() {
+        Ok("off") => Err(io::Error::new(io::ErrorKind::Unsupported, "TRIALRUN_QUOTA=off asks for it")),
+        Ok("full") => blockdev::enable_full_quota(root),
+        _ => blockdev::enable_simple_quota(root).or_else(|_| blockdev::enable_full_quota(root)),
+    }
+}
+
 fn mount_detached(device: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
     let context = rustix::mount::fsopen("btrfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_set_string(context.as_fd(), "source", device)?;
@@ -589,7 +599,7 @@ fn make_image(path: &Path) -> Result<(), ImageError> {
     build().inspect_err(|_| drop(fs::remove_file(&fresh)))
 }
 
-fn make_private_dir(dir: &Path) -> io::Result<()> {
+pub(crate) fn make_private_dir(dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     match fs::DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -597,7 +607,7 @@ fn make_private_dir(dir: &Path) -> io::Result<()> {
     }
 }
 
-fn lock(path: &Path) -> io::Result<File> {
+pub(crate) fn lock(path: &Path) -> io::Result<File> {
     let file = File::options().create(true).truncate(false).read(true).write(true).open(path)?;
     rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
     Ok(file)

@@ -1,17 +1,48 @@
 //! Container machines: namespaces, an overlay on an id-mapped base, cgroups, capabilities, seccomp, Landlock.
 //!
 //! What each file does: [`cgroup`] limits, kills and measures; [`layer`] makes writable layers; `launch` is the ordered
-//! list of steps from a specification to a running guest agent; `inside` is the part of it that runs in the child.
+//! list of steps from a specification to a running guest agent; `inside` is the part of it that runs in the child; `lower`
+//! gives the base's files to the machine's root.
 
 pub mod cgroup;
 mod inside;
 mod launch;
 pub mod layer;
+mod lower;
 
 pub use launch::ContainerDriver;
 
 use cgroup::Hierarchy;
 use std::{io, path::Path, time::Duration};
+
+/// Gives the host back what a data directory keeps for its next machine: the image file of layers, copies of base trees.
+/// Only when no layer is left and nobody uses it. Returns how many bytes.
+///
+/// # Errors
+/// What the kernel says.
+pub fn release(data_dir: &Path) -> io::Result<u64> {
+    let shifted = data_dir.join(lower::SHIFTED);
+    let mut bytes = 0;
+    if shifted.exists() && layer::Pool::open_existing(data_dir).is_some_and(|p| p.names().is_ok_and(|n| n.is_empty())) {
+        bytes += tree_bytes(&shifted)?;
+        std::fs::remove_dir_all(&shifted)?;
+    }
+    Ok(bytes + layer::Pool::release(data_dir)?)
+}
+
+fn tree_bytes(dir: &Path) -> io::Result<u64> {
+    use std::os::unix::fs::MetadataExt;
+    let mut bytes = 0u64;
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        let meta = entry.metadata()?;
+        bytes = bytes.saturating_add(meta.blocks().saturating_mul(512));
+        if meta.is_dir() {
+            bytes = bytes.saturating_add(tree_bytes(&entry.path())?);
+        }
+    }
+    Ok(bytes)
+}
 
 /// Removes what dead machines of a data directory left: their cgroups and layers. `live` says whose keeper lives.
 /// Returns the ids whose traces were found and removed.

@@ -47,8 +47,11 @@ struct Rig {
 
 type Check = fn(&mut Rig, Capabilities) -> Result<Outcome, String>;
 
+/// The name of the check that a machine skips which says that its disk is not limited.
+pub const DISK_LIMIT: &str = "the disk's limit is met and named";
+
 /// The checks, by name.
-const CHECKS: [(&str, Check); 9] = [
+const CHECKS: [(&str, Check); 10] = [
     ("an exec's exit code and output arrive", exit_code_and_output),
     ("a signal is told apart from an exit code", signal_is_not_a_code),
     ("a program that is not there is refused, not exited", missing_program),
@@ -56,6 +59,7 @@ const CHECKS: [(&str, Check); 9] = [
     ("without stdin, input is at its end", no_stdin),
     ("a file is written whole and read back", files),
     ("a slot counts, kills and measures a whole tree", slots),
+    (DISK_LIMIT, disk_limit),
     ("kill ends everything and is seen", kill_is_seen),
     ("a machine without its stream's other end dies", stream_end_is_death),
 ];
@@ -302,6 +306,24 @@ fn slots(rig: &mut Rig, capabilities: Capabilities) -> Result<Outcome, String> {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+    Ok(Outcome::Passed)
+}
+
+/// The specification's limit is to be below 200 MiB.
+fn disk_limit(rig: &mut Rig, capabilities: Capabilities) -> Result<Outcome, String> {
+    let unlimited = rig.machine.isolation().missing.iter().any(|m| m.starts_with("disk limit"));
+    if !capabilities.disk_limit || unlimited {
+        return Ok(Outcome::Skipped("disk_limit"));
+    }
+    let (_, output) =
+        rig.exec(shell("head -c 200M /dev/zero > big; echo $?; sync big; stat -c %s big; echo more > small"))?;
+    let words = String::from_utf8_lossy(&output).into_owned();
+    let full = rig.machine.usage().disk_full;
+    if words.contains("209715200") || full.is_none() {
+        return Err(format!("200 MiB were written; full: {full:?}; {words}"));
+    }
+    let (_, freed) = rig.exec(shell("rm -f big small; sync; head -c 1M /dev/zero > big && echo fine"))?;
+    want("after it was emptied", &freed, &b"fine\n".to_vec())?;
     Ok(Outcome::Passed)
 }
 

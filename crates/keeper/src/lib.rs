@@ -77,7 +77,7 @@ pub fn recover(data_dir: &Path, tag: &str, live: &dyn Fn(&str) -> bool) -> (Vec<
 /// # Errors
 /// What the kernel says.
 pub fn release_layers(data_dir: &Path) -> io::Result<u64> {
-    trialrun_driver_container::layer::Pool::release(data_dir)
+    trialrun_driver_container::release(data_dir)
 }
 
 /// The directory of one machine.

@@ -152,6 +152,7 @@ const BTRFS_IOC_SNAP_DESTROY: libc::c_ulong = 0x5000_940f;
 const BTRFS_IOC_SNAP_CREATE_V2: libc::c_ulong = 0x5000_9417;
 const BTRFS_IOC_QUOTA_CTL: libc::c_ulong = 0xc010_9428;
 const BTRFS_IOC_QGROUP_LIMIT: libc::c_ulong = 0x8030_942b;
+const BTRFS_QUOTA_CTL_ENABLE: u64 = 1;
 const BTRFS_QUOTA_CTL_ENABLE_SIMPLE: u64 = 4;
 const BTRFS_QGROUP_LIMIT_MAX_RFER: u64 = 1;
 
@@ -218,7 +219,20 @@ pub fn snapshot_subvolume(dir: BorrowedFd<'_>, source: BorrowedFd<'_>, name: &st
 /// # Errors
 /// EINVAL on older kernels.
 pub fn enable_simple_quota(root: BorrowedFd<'_>) -> io::Result<()> {
-    let mut args = [BTRFS_QUOTA_CTL_ENABLE_SIMPLE, 0u64];
+    quota_ctl(root, BTRFS_QUOTA_CTL_ENABLE_SIMPLE)
+}
+
+/// Turns the older kind of quotas on: each extent is charged to every subvolume that refers to it, which has to be found
+/// out at each commit.
+///
+/// # Errors
+/// What BTRFS_IOC_QUOTA_CTL says.
+pub fn enable_full_quota(root: BorrowedFd<'_>) -> io::Result<()> {
+    quota_ctl(root, BTRFS_QUOTA_CTL_ENABLE)
+}
+
+fn quota_ctl(root: BorrowedFd<'_>, command: u64) -> io::Result<()> {
+    let mut args = [command, 0u64];
     // SAFETY: two u64, as btrfs_ioctl_quota_ctl_args has.
     check(unsafe { libc::ioctl(root.as_raw_fd(), BTRFS_IOC_QUOTA_CTL, args.as_mut_ptr()) })
 }
