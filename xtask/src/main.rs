@@ -30,6 +30,9 @@ enum Command {
         /// Also the slow tests (those that are #[ignore]d)
         #[arg(long)]
         slow: bool,
+        /// Also the end-to-end tests once more under each fallback that a variable forces (about 5 minutes each)
+        #[arg(long)]
+        forced: bool,
         /// Only tests whose names contain one of these
         filters: Vec<String>,
     },
@@ -62,7 +65,7 @@ fn run(workspace: &Workspace, command: Command) -> Result<bool> {
             problems.iter().for_each(|problem| eprintln!("{problem}"));
             Ok(problems.is_empty())
         }
-        Command::Test { slow, filters } => suite::run(workspace, slow, &filters),
+        Command::Test { slow, forced, filters } => suite::run(workspace, slow, forced, &filters),
         Command::Bench { args } => bench(workspace, &args).map(|never| match never {}),
     }
 }

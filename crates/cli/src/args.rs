@@ -248,12 +248,8 @@ pub struct Image {
 pub enum ImageCommand {
     /// List images
     Ls,
-    /// Build the stock image if it is not there
-    Build {
-        /// Its name
-        #[arg(default_value = "python")]
-        name: String,
-    },
+    /// Build an image from a recipe, or the stock image if it is not there
+    Build(Box<crate::recipe::Build>),
     /// Fetch an image from its registry, also when it is here already
     Pull {
         /// Such as oci:HOST/NAME:TAG
@@ -264,11 +260,20 @@ pub enum ImageCommand {
         /// Name or digest
         image: ImageRef,
     },
+    /// Give an image another name
+    Tag {
+        /// Name or digest
+        image: ImageRef,
+        /// The new name; it is taken from whatever has it
+        name: ImageRef,
+    },
     /// Remove an image
     Rm {
         /// Name or digest
         image: ImageRef,
     },
+    /// Remove the images that have no name and on which nothing stands, such as steps of recipes that changed
+    Prune,
 }
 
 /// Reads `90`, `90s`, `10m`, `2h`, `500ms`.

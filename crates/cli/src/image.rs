@@ -28,16 +28,50 @@ pub async fn image(dirs: &Dirs, image: Image) -> Result<u8, Failure> {
                 println!("host: the host's own system, read-only; nothing to build");
             }
         }
-        ImageCommand::Build { name } => {
-            if name != "python" {
-                return Err(Failure::usage(format!("{name:?} is no stock image (python is)")));
+        ImageCommand::Build(build) => match build.stock() {
+            Some("python") => {
+                let steps = Steps::new(image.json);
+                let reference = ImageRef::Named("python".to_owned());
+                let built = context::ensure_image(&engine, &reference, &steps).await;
+                steps.clear();
+                built?;
+                show(&engine.images().inspect(&reference)?, image.json);
             }
-            let steps = Steps::new(image.json);
-            let reference = ImageRef::Named(name);
-            let built = context::ensure_image(&engine, &reference, &steps).await;
-            steps.clear();
-            built?;
-            show(&engine.images().inspect(&reference)?, image.json);
+            Some(other) => {
+                return Err(Failure::usage(format!(
+                    "{other:?} is neither a stock image (python is) nor a recipe's file or folder"
+                ))
+                .hint("trialrun image build --name NAME --apt PACKAGE --run LINE … builds one from options"));
+            }
+            None => {
+                let reference = crate::recipe::build(dirs, &build, image.json).await?;
+                show(&engine.images().inspect(&reference)?, image.json);
+            }
+        },
+        ImageCommand::Tag { image: reference, name } => {
+            let ImageRef::Named(new) = &name else {
+                return Err(Failure::usage(format!("{name} is no name that an image can be given")));
+            };
+            if new == "python" {
+                return Err(Failure::usage("the name python is the stock image's"));
+            }
+            let digest = engine.images().tag(&reference, new)?;
+            if image.json {
+                println!("{}", serde_json::json!({ "schema": 1, "name": new, "digest": digest }));
+            } else {
+                println!("{new} is {digest}");
+            }
+        }
+        ImageCommand::Prune => {
+            let removed = engine.prune_images()?;
+            let bytes: u64 = removed.iter().map(|r| r.bytes).sum();
+            if image.json {
+                let digests: Vec<_> = removed.iter().map(|r| &r.digest).collect();
+                println!("{}", serde_json::json!({ "schema": 1, "removed": digests, "bytes": bytes }));
+            } else {
+                removed.iter().for_each(|r| println!("{} removed", r.digest));
+                println!("{} images, {}", removed.len(), ByteSize(bytes));
+            }
         }
         ImageCommand::Pull { image: reference } => {
             let ImageRef::Oci(name) = &reference else {
@@ -52,7 +86,7 @@ pub async fn image(dirs: &Dirs, image: Image) -> Result<u8, Failure> {
         }
         ImageCommand::Inspect { image: reference } => show(&engine.images().inspect(&reference)?, image.json),
         ImageCommand::Rm { image: reference } => {
-            engine.images().rm(&reference)?;
+            engine.remove_image(&reference)?;
             if image.json {
                 println!("{}", serde_json::json!({ "schema": 1, "removed": reference.to_string() }));
             } else {

@@ -17,6 +17,7 @@ mod fork;
 mod image;
 mod manage;
 mod network;
+mod recipe;
 mod run;
 mod stream;
 mod suite;

@@ -185,6 +185,9 @@ impl Inside<'_> {
         fsconfig_set_string(context.as_fd(), "lowerdir", names.join(":"))?;
         fsconfig_set_string(context.as_fd(), "upperdir", format!("p/{}/u", self.layer.name()))?;
         fsconfig_set_string(context.as_fd(), "workdir", format!("p/{}/w", self.layer.name()))?;
+        // A changed mode would otherwise leave a file's content in the base alone (where the host has that on), and a copy of
+        // the layer without it.
+        fsconfig_set_string(context.as_fd(), "metacopy", "off")?;
         // The layer dies with the machine: nothing needs to reach the disk in order.
         fsconfig_set_flag(context.as_fd(), "volatile")?;
         fsconfig_create(context.as_fd())?;

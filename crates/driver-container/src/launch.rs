@@ -7,6 +7,7 @@
 
 use crate::{
     cgroup::{Hierarchy, MachineCgroup},
+    commit,
     inside::{Inside, StepError},
     layer::{Layer, Pool},
     lower,
@@ -71,6 +72,8 @@ struct ContainerMachine {
     cgroup_dirs_left: Vec<ExecId>,
     /// Held by the one fork that makes the machine stand still.
     forking: Arc<Mutex<()>>,
+    /// First of its uids on the host, and how many it has.
+    ids: (u32, u32),
 }
 
 fn fail(step: &str) -> impl FnOnce(io::Error) -> LaunchError {
@@ -114,6 +117,7 @@ impl Driver for ContainerDriver {
             Some(_) => lower::shifted(&spec.data_dir, &spec.rootfs.lowers, base)?,
         };
         let binds = !spec.rootfs.binds.is_empty();
+        let ids = (base, spec.lineage.uid_count());
         let (child, stream) = start(spec, &parts, &userns, &lowers, refusal.is_none())?;
         if let Err(cause) = fault::point("driver-child") {
             let _ = rustix::process::pidfd_send_signal(&child.0.pidfd, rustix::process::Signal::KILL);
@@ -136,6 +140,7 @@ impl Driver for ContainerDriver {
             isolation,
             cgroup_dirs_left: Vec::new(),
             forking: Arc::default(),
+            ids,
         }))
     }
 }
@@ -353,6 +358,24 @@ impl Machine for ContainerMachine {
             let pause = stopped.elapsed();
             pool.settle(&child)?;
             Ok(ForkCost { pause, whole: began.elapsed(), copied })
+        }))
+    }
+
+    fn commit_disk(&self, into: PathBuf) -> Option<DiskFork> {
+        let (layer, cgroup) = (self.parts.layer.as_ref()?, self.cgroup()?);
+        let (freezer, forking, source) = (cgroup.freezer(), self.forking.clone(), layer.dir().try_clone_to_owned());
+        let (base, count) = self.ids;
+        Some(Box::new(move || {
+            let source = source.map_err(fail("hold the layer"))?;
+            let step = format!("copy the layer to {}", into.display());
+            let _one = forking.lock().unwrap_or_else(PoisonError::into_inner);
+            let began = Instant::now();
+            let frozen = freezer.freeze().map_err(fail("make the machine stand still"))?;
+            let copied = commit::copy(source.as_fd(), &into).map_err(fail(&step))?;
+            drop(frozen);
+            let pause = began.elapsed();
+            commit::unshift(&into, base, count).map_err(fail(&step))?;
+            Ok(ForkCost { pause, whole: began.elapsed(), copied: Some(copied) })
         }))
     }
 

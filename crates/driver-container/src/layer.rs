@@ -615,15 +615,29 @@ pub(crate) fn lock(path: &Path) -> io::Result<File> {
 
 /// Copies a layer that nobody writes to, with every attribute, link and hole, and returns its size on the disk.
 fn copy_layer(parent: BorrowedFd<'_>, root: BorrowedFd<'_>, child: &str) -> io::Result<ByteSize> {
-    use std::os::{fd::AsRawFd, unix::fs::MetadataExt};
     rustix::fs::mkdirat(root, child, Mode::RWXU)?;
     let dir = open_dir(root, child)?;
     rustix::fs::mkdirat(&dir, "w", Mode::RWXU)?;
-    // By this process's descriptors: a path could be another's by now.
-    let place = |fd: BorrowedFd<'_>| PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()));
+    copy_upper(parent, &place_of(dir.as_fd()).join("u"))
+}
+
+/// The path of a directory by its descriptor here: its own could be another's by now.
+fn place_of(dir: BorrowedFd<'_>) -> PathBuf {
+    use std::os::fd::AsRawFd;
+    PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), dir.as_raw_fd()))
+}
+
+/// Copies the upper directory of a layer that nobody writes to, with every attribute, link and hole, to `into`, which must
+/// not be there. Returns its size on the disk.
+///
+/// # Errors
+/// What cp(1) says, [`io::ErrorKind::StorageFull`] for a full disk.
+pub(crate) fn copy_upper(layer: BorrowedFd<'_>, into: &Path) -> io::Result<ByteSize> {
+    use std::os::unix::fs::MetadataExt;
     let output = Command::new("cp")
         .args(["--archive", "--reflink=auto", "--sparse=always", "--no-target-directory", "--"])
-        .args([place(parent).join("u"), place(dir.as_fd()).join("u")])
+        .args([place_of(layer).join("u").as_path(), into])
+        .env("LC_ALL", "C")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -634,7 +648,7 @@ fn copy_layer(parent: BorrowedFd<'_>, root: BorrowedFd<'_>, child: &str) -> io::
         let full = last.contains("No space left") || last.contains("quota");
         return Err(io::Error::new(if full { io::ErrorKind::StorageFull } else { io::ErrorKind::Other }, last));
     }
-    let (mut blocks, mut dirs) = (0u64, vec![place(dir.as_fd()).join("u")]);
+    let (mut blocks, mut dirs) = (0u64, vec![into.to_owned()]);
     while let Some(dir) = dirs.pop() {
         for entry in fs::read_dir(dir)? {
             let entry = entry?;

@@ -2,9 +2,10 @@
 //!
 //! What each file does: [`cgroup`] limits, kills and measures; [`layer`] makes writable layers; `launch` is the ordered
 //! list of steps from a specification to a running guest agent; `inside` is the part of it that runs in the child; `lower`
-//! gives the base's files to the machine's root.
+//! gives the base's files to the machine's root, and `commit` makes a base of what a machine wrote.
 
 pub mod cgroup;
+mod commit;
 mod inside;
 mod launch;
 pub mod layer;

@@ -13,7 +13,9 @@ use trialrun_guest_proto::{Boot, EnvEntry};
 use trialrun_model::{ByteSize, Limits, LineageId, SandboxId};
 
 /// The test's name, what is forced by which variable, and a word of the isolation report that says so.
-const VARIANTS: [(&str, Option<(&str, &str)>, &str); 7] = [
+type Variant = (&'static str, Option<(&'static str, &'static str)>, &'static str);
+
+const VARIANTS: [Variant; 7] = [
     ("the_container_driver_passes_the_conformance_suite", None, ""),
     ("it_passes_with_a_cgroup2_mount_of_its_own", Some(("TRIALRUN_CGROUPS", "v1")), "cgroup2 mount of our own"),
     ("it_passes_with_layers_in_plain_directories", Some(("TRIALRUN_LAYERS", "directory")), "plain directory"),

@@ -212,6 +212,13 @@ pub trait Machine: Send {
         None
     }
 
+    /// Copies what the machine changed on its base to the new directory `into` of the host, as a tree that can lie on that
+    /// base below another machine's writable layer: owners are those that the machine sees, removed files are whiteouts.
+    /// The machine stands still meanwhile. `None` when the driver can't.
+    fn commit_disk(&self, _into: PathBuf) -> Option<DiskFork> {
+        None
+    }
+
     /// What it used so far.
     fn usage(&self) -> Usage;
 

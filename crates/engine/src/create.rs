@@ -1,6 +1,11 @@
 //! Creating a sandbox: steps with undos.
 
-use crate::{Engine, error::CreateError, sandbox::Sandbox};
+use crate::{
+    Engine,
+    build::{forget_use, note_use},
+    error::CreateError,
+    sandbox::Sandbox,
+};
 use rustix::fs::FlockOperation;
 use std::{
     fs::{self, File},
@@ -102,6 +107,7 @@ impl Drop for Undo<'_> {
         }
         let _ = fs::remove_dir_all(&self.dir);
         let id = self.id.clone();
+        forget_use(self.engine.cache_dir(), &id);
         let _ = self.engine.store(|store| store.mark_gone(&id, "creation failed"));
         if self.disk_made {
             // A disk that no keeper took.
@@ -127,6 +133,8 @@ impl Engine {
             .keeper()
             .map_err(CreateError::step(format!("start the keeper {}", self.inner.config.keeper.0.display())))?;
         let id = new_id().map_err(CreateError::step("get random bytes"))?;
+        // No image goes between its trees' being looked up and noted.
+        let hold = self.images().hold(false)?;
         let rootfs = self.rootfs(&options.spec)?;
         let config = &self.inner.config;
         let guest_program =
@@ -146,6 +154,9 @@ impl Engine {
         let undo = Undo::new(self, id.clone(), dir.clone());
         fault::point("engine-row").map_err(CreateError::step("write the store"))?;
         let lock = self.claim(&dir)?;
+        note_use(&config.cache_dir, &dir, &rootfs.rootfs)
+            .map_err(CreateError::step("note what the machine stands on"))?;
+        drop(hold);
         fault::point("engine-directory").map_err(CreateError::step("make the machine's directory"))?;
         let keeper_spec = KeeperSpec {
             id: id.clone(),

@@ -6,6 +6,7 @@
 
 use crate::{
     CallError, CallErrorKind, CreateError, Engine, ForkCost, ForkError, Sandbox,
+    build::note_use,
     create::{Undo, expiry_ms, new_id, proxy_setting},
 };
 use std::time::Duration;
@@ -65,6 +66,8 @@ impl Engine {
             }
             Err(cause) => return Err(ForkError::Parent { parent: parent.id.clone(), cause }),
         };
+        note_use(&config.cache_dir, &dir, &forked.rootfs)
+            .map_err(CreateError::step("note what the machine stands on"))?;
         fault::point("engine-forked").map_err(CreateError::step("fork the disk"))?;
         let spec = KeeperSpec {
             id,

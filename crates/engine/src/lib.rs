@@ -8,6 +8,7 @@
 //! Intent is written before the act. Whatever dies in between, the next [`Engine::open`] finds a row or a trace whose
 //! lock is free and removes it. The engine knows keepers, never a concrete driver.
 
+mod build;
 mod create;
 mod error;
 mod files;
@@ -17,6 +18,7 @@ mod recover;
 mod rootfs;
 mod sandbox;
 
+pub use build::{BuildError, BuildEvent, BuildOptions, SecretValue};
 pub use create::{CreateOptions, Guest};
 pub use error::{CreateError, EngineError, ForkError};
 pub use files::{DownloadLimits, DropRule, Moved, TransferError, UploadRules};

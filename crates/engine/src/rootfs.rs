@@ -32,7 +32,7 @@ impl Engine {
             }
             image => {
                 let image = self.inner.images.resolve(image).map_err(CreateError::Image)?;
-                (Rootfs { lowers: vec![image.tree], ..Rootfs::default() }, image.config)
+                (Rootfs { lowers: image.trees(), ..Rootfs::default() }, image.config)
             }
         };
         rootfs.lowers.insert(0, top);

@@ -53,7 +53,7 @@ impl Captured {
     }
 }
 
-fn unexpected() -> CallError {
+pub(crate) fn unexpected() -> CallError {
     CallError { kind: CallErrorKind::Internal, message: "the keeper gave an unexpected answer".to_owned() }
 }
 

@@ -119,7 +119,7 @@ fn bytes(manifest: &mut Sha256, bytes: &[u8]) {
     manifest.update(bytes);
 }
 
-fn hash_file(path: &Path) -> io::Result<Vec<u8>> {
+pub(crate) fn hash_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 128 << 10];

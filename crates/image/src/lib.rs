@@ -21,7 +21,9 @@ mod build;
 mod digest;
 mod dir;
 mod host;
+mod layer;
 mod python;
+pub mod recipe;
 mod runtime;
 mod store;
 

@@ -37,7 +37,7 @@ const PACKAGES: [&str; 13] = [
 ];
 
 /// 2024-01-01: the time of every file that the build itself made. Part of each digest.
-const SOURCE_DATE_EPOCH: i64 = 1_704_067_200;
+pub(crate) const SOURCE_DATE_EPOCH: i64 = 1_704_067_200;
 
 /// Uid and gid of the user `runtime`.
 const RUNTIME_ID: u32 = 1000;

@@ -3,6 +3,7 @@
 use crate::{
     BuildError, BuildProgress, Builder, DebianPython, DigestError, DirError, digest,
     dir::{Temp, at, lock, private, sweep, write_atomic},
+    layer,
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -15,6 +16,8 @@ use std::{
 };
 use trialrun_model::ImageRef;
 
+/// How many images one may stand on: an overlay takes some 500 layers, the steps of a recipe are far fewer.
+const MAX_BELOW: usize = 100;
 /// Version of `image.json` and of the names' files.
 const FORMAT: u32 = 1;
 
@@ -58,8 +61,10 @@ pub struct Image {
     pub digest: String,
     /// The name by which it was asked for, if it was.
     pub name: Option<String>,
-    /// Its files; read-only for everyone, owners as in the image.
+    /// Its own files; read-only for everyone, owners as in the image.
     pub tree: PathBuf,
+    /// The files of the images that it stands on, topmost first.
+    pub below: Vec<PathBuf>,
     /// How its machines start.
     pub config: ImageConfig,
 }
@@ -71,14 +76,25 @@ pub struct ImageRecord {
     pub format: u32,
     /// `sha256:…`.
     pub digest: String,
+    /// The digest of the image that its files lie upon, if they do not stand alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
     /// How its machines start.
     pub config: ImageConfig,
     /// When it was built, in milliseconds since 1970. Not part of the digest.
     pub created_ms: u64,
-    /// Bytes of its files.
+    /// Bytes of its own files.
     pub bytes: u64,
-    /// Number of its files.
+    /// Number of its own files.
     pub files: u64,
+}
+
+impl Image {
+    /// Its trees, topmost first.
+    #[must_use]
+    pub fn trees(&self) -> Vec<PathBuf> {
+        std::iter::once(&self.tree).chain(&self.below).cloned().collect()
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -125,9 +141,38 @@ pub enum ImageError {
         /// Why.
         source: DigestError,
     },
+    /// Other images stand on it.
+    #[error("the image {asked} can't be removed: {} on it", on_it(.dependents))]
+    Stood {
+        /// What was asked for.
+        asked: String,
+        /// The digests of those that stand on it.
+        dependents: Vec<String>,
+    },
+    /// Machines stand on it.
+    #[error("the image {asked} can't be removed: a running machine uses it (trialrun ps lists them)")]
+    InUse {
+        /// What was asked for.
+        asked: String,
+    },
+    /// The images below it are too many, or one is missing.
+    #[error("the image {digest} is broken: {why}; remove it (trialrun image rm) and build it again")]
+    Broken {
+        /// Which.
+        digest: String,
+        /// What is wrong.
+        why: String,
+    },
     /// The cache directory could not be used.
     #[error(transparent)]
     Dir(#[from] DirError),
+}
+
+fn on_it(dependents: &[String]) -> String {
+    match dependents {
+        [one] => format!("the image {one} stands"),
+        many => format!("{} other images stand", many.len()),
+    }
 }
 
 fn what_is_there(names: &[String]) -> String {
@@ -169,7 +214,77 @@ impl ImageStore {
         let unknown = || ImageError::Unknown { asked: image.to_string(), present: self.names() };
         let digest = digest.ok_or_else(unknown)?;
         let record = self.record(&digest)?.ok_or_else(unknown)?;
-        Ok(Image { tree: self.place(&digest).join("tree"), digest, name, config: record.config })
+        let (mut below, mut next) = (Vec::new(), record.base);
+        while let Some(base) = next {
+            let broken = |why: &str| ImageError::Broken { digest: digest.clone(), why: why.to_owned() };
+            if below.len() >= MAX_BELOW {
+                return Err(broken("it stands on too many others"));
+            }
+            next = self.record(&base)?.ok_or_else(|| broken(&format!("{base}, below it, is missing")))?.base;
+            below.push(self.place(&base).join("tree"));
+        }
+        Ok(Image { tree: self.place(&digest).join("tree"), below, digest, name, config: record.config })
+    }
+
+    /// Stores what `fill` puts into a new directory as the files of an image that stands on `base`, and returns its digest.
+    /// `fill` makes the directory itself. Times are cut and compiled Python files made to agree, so that the same files
+    /// have the same digest.
+    ///
+    /// # Errors
+    /// What `fill` says, or when the tree can't be read or stored; nothing is left then.
+    pub fn add_layer<E: From<ImageError>>(
+        &self,
+        base: &str,
+        config: &ImageConfig,
+        fill: impl FnOnce(&Path) -> Result<(), E>,
+    ) -> Result<String, E> {
+        let temp = Temp::new(&self.images).map_err(ImageError::from)?;
+        let tree = temp.path().join("tree");
+        fill(&tree)?;
+        layer::normalise(&tree).map_err(|(path, source)| ImageError::Dir(at("prepare", &path)(source)))?;
+        Ok(self.store(temp, Some(base), config, base)?)
+    }
+
+    /// Points a name at an image, whatever it pointed at before.
+    ///
+    /// # Errors
+    /// When the image is not present, or the name is not one that can be given.
+    pub fn tag(&self, image: &ImageRef, name: &str) -> Result<String, ImageError> {
+        let digest = self.resolve(image)?.digest;
+        write_atomic(&self.name_file(name), &json(&NameRecord { format: FORMAT, digest: digest.clone() }))?;
+        Ok(digest)
+    }
+
+    /// Removes the images that have no name, on which no named one stands, and that `used` does not know. Returns their
+    /// records.
+    ///
+    /// # Errors
+    /// When the store can't be listed or one can't be removed; those before it are gone.
+    pub fn prune(&self, used: &dyn Fn(&str) -> bool) -> Result<Vec<ImageRecord>, ImageError> {
+        let mut removed = Vec::new();
+        // Whoever stands on another goes first.
+        loop {
+            let all = self.ls()?;
+            let stood: Vec<String> = all.iter().filter_map(|(r, _)| r.base.clone()).collect();
+            let free = |r: &ImageRecord| !stood.contains(&r.digest) && !used(&r.digest);
+            let Some((record, _)) = all.into_iter().find(|(r, names)| names.is_empty() && free(r)) else { break };
+            self.bury(&record.digest)?;
+            removed.push(record);
+        }
+        Ok(removed)
+    }
+
+    /// Takes the store for reading while a machine's trees are looked up and noted, or for removing.
+    ///
+    /// # Errors
+    /// When the lock can't be taken.
+    pub fn hold(&self, removing: bool) -> Result<File, DirError> {
+        use rustix::fs::FlockOperation::{LockExclusive, LockShared};
+        let path = self.images.join(".use.lock");
+        let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(at("open", &path))?;
+        rustix::fs::flock(&file, if removing { LockExclusive } else { LockShared })
+            .map_err(|e| at("lock", &path)(e.into()))?;
+        Ok(file)
     }
 
     /// The image `reference` of a registry, which `builder` unpacks when it is not present, or anew when `again`.
@@ -251,11 +366,18 @@ impl ImageStore {
         let config =
             builder.build(&tree, progress).map_err(|source| ImageError::Build { name: name.to_owned(), source })?;
         progress(BuildProgress::Step("forming the image's digest".into()));
-        let (tree_digest, totals) =
-            digest::measure(&tree).map_err(|source| ImageError::Digest { name: name.to_owned(), source })?;
-        let mut hash = Sha256::new_with_prefix("trialrun image 1\n");
+        self.store(temp, None, &config, name)
+    }
+
+    /// Publishes a finished tree as an image.
+    fn store(&self, temp: Temp, base: Option<&str>, config: &ImageConfig, name: &str) -> Result<String, ImageError> {
+        let (tree_digest, totals) = digest::measure(&temp.path().join("tree"))
+            .map_err(|source| ImageError::Digest { name: name.to_owned(), source })?;
+        let mut hash =
+            Sha256::new_with_prefix(if base.is_some() { "trialrun image 2\n" } else { "trialrun image 1\n" });
+        hash.update(base.unwrap_or_default());
         hash.update(tree_digest.as_bytes());
-        hash.update(json(&config));
+        hash.update(json(config));
         let digest = format!("sha256:{}", digest::hex(&hash.finalize()));
         let created_ms = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -263,7 +385,8 @@ impl ImageStore {
         let record = ImageRecord {
             format: FORMAT,
             digest: digest.clone(),
-            config,
+            base: base.map(str::to_owned),
+            config: config.clone(),
             created_ms,
             bytes: totals.bytes,
             files: totals.files,
@@ -308,11 +431,11 @@ impl ImageStore {
     }
 
     /// Removes a name, or an image by digest with all its names. An image without names is removed with its last name.
-    /// The caller makes sure that no machine stands on it.
+    /// One that others stand on keeps its files, without a name. `used` knows what machines stand on.
     ///
     /// # Errors
-    /// When it is not present or can't be removed.
-    pub fn rm(&self, image: &ImageRef) -> Result<(), ImageError> {
+    /// When it is not present, is in use, or can't be removed.
+    pub fn rm(&self, image: &ImageRef, used: &dyn Fn(&str) -> bool) -> Result<(), ImageError> {
         let digest = match image {
             ImageRef::Host => return Err(ImageError::Host),
             ImageRef::Digest(digest) => Some(digest.clone()),
@@ -321,6 +444,14 @@ impl ImageStore {
         };
         let unknown = || ImageError::Unknown { asked: image.to_string(), present: self.names() };
         let digest = digest.ok_or_else(unknown)?;
+        let by_digest = matches!(image, ImageRef::Digest(_));
+        let dependents = self.dependents(&digest);
+        if by_digest && !dependents.is_empty() {
+            return Err(ImageError::Stood { asked: image.to_string(), dependents });
+        }
+        if used(&digest) {
+            return Err(ImageError::InUse { asked: image.to_string() });
+        }
         let mut left = 0;
         for name in self.names() {
             let file = self.name_file(&name);
@@ -332,18 +463,32 @@ impl ImageStore {
                 left += 1;
             }
         }
-        if left > 0 {
+        if left > 0 || !dependents.is_empty() {
             return Ok(());
         }
-        let place = self.place(&digest);
+        match self.bury(&digest)? {
+            false if by_digest => Err(unknown()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes an image's files; false when there are none.
+    fn bury(&self, digest: &str) -> Result<bool, ImageError> {
+        let place = self.place(digest);
         // Out of sight first, so that half of it is never found.
         let grave = Temp::new(&self.images)?;
         match std::fs::rename(&place, grave.path().join("removed")) {
-            Ok(()) => Ok(()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound && matches!(image, ImageRef::Digest(_)) => Err(unknown()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(e) => Err(at("remove", &place)(e).into()),
         }
+    }
+
+    /// The images that stand on this one. One whose record can't be read stands on none.
+    fn dependents(&self, digest: &str) -> Vec<String> {
+        let Ok(entries) = std::fs::read_dir(&self.images) else { return Vec::new() };
+        let digests = entries.filter_map(|e| Some(format!("sha256:{}", e.ok()?.file_name().to_str()?)));
+        digests.filter(|d| self.record(d).ok().flatten().is_some_and(|r| r.base.as_deref() == Some(digest))).collect()
     }
 
     fn place(&self, digest: &str) -> PathBuf {

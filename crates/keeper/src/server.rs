@@ -26,6 +26,7 @@ use tokio::{
     sync::Notify,
     time::Instant,
 };
+use trialrun_driver::{DiskFork, ForkCost};
 use trialrun_gateway::GatewayHandle;
 use trialrun_guest_proto::{self as proto, EventKind, Op, frame::Kind};
 use trialrun_model::{ExecId, Limits, SandboxId};
@@ -305,6 +306,10 @@ impl Keeper {
                 Ok(Reply::Done)
             }
             Call::Fork(child) => self.fork(&child).await,
+            Call::Commit(into) => {
+                let commit = self.machine.borrow().commit_disk(into);
+                Ok(Reply::Committed(copied(commit, "commit").await?))
+            }
             Call::Detach(lease) => {
                 self.attached.set(false);
                 self.lease_end.set(Some(Instant::now() + lease));
@@ -343,19 +348,7 @@ impl Keeper {
 
     async fn fork(&self, child: &SandboxId) -> Result<Reply, CallError> {
         let fork = self.machine.borrow().fork_disk(child);
-        let fork = fork.ok_or_else(|| CallError {
-            kind: CallErrorKind::Invalid,
-            message: "this machine's driver can't fork disks".to_owned(),
-        })?;
-        // Elsewhere: the machine's clients are served, and its deadlines kept, while it waits for a disk.
-        let forked = tokio::task::spawn_blocking(fork).await.map_err(|e| internal(&format!("fork the disk: {e}")))?;
-        let cost = forked.map_err(|e| CallError {
-            kind: match e.cause.kind() {
-                std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => CallErrorKind::DiskFull,
-                _ => CallErrorKind::Internal,
-            },
-            message: format!("can't {}: {}", e.step, e.cause),
-        })?;
+        let cost = copied(fork, "fork").await?;
         let origin = self.origin.borrow().clone();
         Ok(Reply::Forked(Box::new(Forked {
             limits: *self.limits.borrow(),
@@ -413,6 +406,22 @@ async fn send_reply(sender: &Sender, reply: Reply) -> std::io::Result<()> {
         }
         reply => sender.json(Kind::Event, &reply, &[]).await,
     }
+}
+
+/// Does a driver's copy of a disk elsewhere: the machine's clients are served, and its deadlines kept, while that waits.
+async fn copied(copy: Option<DiskFork>, what: &str) -> Result<ForkCost, CallError> {
+    let copy = copy.ok_or_else(|| CallError {
+        kind: CallErrorKind::Invalid,
+        message: format!("this machine's driver can't {what} disks"),
+    })?;
+    let done = tokio::task::spawn_blocking(copy).await.map_err(|e| internal(&format!("{what} the disk: {e}")))?;
+    done.map_err(|e| CallError {
+        kind: match e.cause.kind() {
+            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => CallErrorKind::DiskFull,
+            _ => CallErrorKind::Internal,
+        },
+        message: format!("can't {}: {}", e.step, e.cause),
+    })
 }
 
 fn internal(message: &str) -> CallError {

@@ -225,6 +225,8 @@ pub enum Call {
     SetLimits(Limits),
     /// Copy the disk for this sandbox of the same lineage, which is made from the copy next.
     Fork(SandboxId),
+    /// Copy what changed on the base to this new directory, as a tree for other machines.
+    Commit(PathBuf),
     /// Outlive the client, for at most so long.
     Detach(Duration),
     /// Delete the machine; the answer comes when nothing of it is left.
@@ -375,6 +377,8 @@ pub enum Reply {
     Description(Box<Description>),
     /// The disk lies ready.
     Forked(Box<Forked>),
+    /// The tree lies ready.
+    Committed(ForkCost),
     /// Done.
     Done,
     /// Refused or failed.

@@ -67,11 +67,11 @@ fn an_image_is_found_by_name_and_by_digest_until_its_last_name_goes() {
     );
     assert_eq!(store.inspect(&named("a")).unwrap().files, 2);
 
-    store.rm(&named("a")).unwrap();
+    store.rm(&named("a"), &|_| false).unwrap();
     assert!(image.tree.exists());
-    store.rm(&named("b")).unwrap();
+    store.rm(&named("b"), &|_| false).unwrap();
     assert!(!image.tree.exists());
-    assert!(matches!(store.rm(&named("b")), Err(ImageError::Unknown { .. })));
+    assert!(matches!(store.rm(&named("b"), &|_| false), Err(ImageError::Unknown { .. })));
     assert_eq!(temporaries(cache.path()), Vec::<String>::new());
     let error = store.resolve(&named("a")).unwrap_err().to_string();
     assert!(error.contains("present: c;") && error.contains("host"), "{error}");
@@ -176,7 +176,7 @@ fn a_damaged_record_is_an_error_and_can_be_removed() {
     std::fs::write(image.tree.with_file_name("image.json"), "{}").unwrap();
     let error = store.resolve(&named("a")).unwrap_err().to_string();
     assert!(error.contains("trialrun image rm"), "{error}");
-    store.rm(&named("a")).unwrap();
+    store.rm(&named("a"), &|_| false).unwrap();
     std::fs::write(cache.path().join("images/names/b.json"), r#"{"format":1,"digest":"../../etc"}"#).unwrap();
     assert!(matches!(store.resolve(&named("b")), Err(ImageError::Unknown { .. })), "a digest is never a path");
 }
