@@ -80,9 +80,24 @@ fn every_command_has_help_that_names_its_options() {
         (&["rm"], &["SANDBOXES", "--all", "--json"]),
         (&["gc"], &["--json"]),
         (&["doctor"], &["--json"]),
-        (&["image"], &["ls", "build", "inspect", "rm", "--json"]),
+        (&["image"], &["ls", "build", "inspect", "tag", "rm", "prune", "--json"]),
         (&["image", "ls"], &["--json"]),
-        (&["image", "build"], &["[default: python]"]),
+        (
+            &["image", "build"],
+            &[
+                "STOCK|RECIPE",
+                "--name",
+                "--from",
+                "--apt",
+                "--pip",
+                "--requirements",
+                "--npm",
+                "--run",
+                "--copy",
+                "--secret",
+                "--no-cache",
+            ],
+        ),
         (&["image", "inspect"], &["<IMAGE>"]),
         (&["image", "rm"], &["<IMAGE>"]),
     ];
@@ -147,7 +162,10 @@ fn wrong_calls_name_the_way_out() -> Result<()> {
         (&["attach", "nope", "--", "true"], &["no running sandbox nope", "trialrun ps"]),
         (&["image", "inspect", "nope"], &["there is no image nope", "host"]),
         (&["image", "rm", "nope"], &["there is no image nope"]),
-        (&["image", "build", "nope"], &["\"nope\" is no stock image (python is)"]),
+        (
+            &["image", "build", "nope"],
+            &["\"nope\" is neither a stock image (python is) nor a recipe's file or folder", "--name NAME"],
+        ),
         (&["no-such-command"], &["no-such-command", "--help"]),
         (&[], &["--help"]),
     ] {
@@ -225,7 +243,7 @@ fn lists_are_text_and_json_also_when_they_are_empty() -> Result<()> {
         .as_array()
         .into_iter()
         .flatten()
-        .find(|i| i["names"] == json!(["python"]))
+        .find(|i| i["names"].as_array().is_some_and(|names| names.contains(&json!("python"))))
         .context("python")?;
     let digest = python["image"]["digest"].as_str().context("a digest")?;
     let text = world.program(["image", "ls"]).run();
