@@ -120,6 +120,15 @@ fn is_stale(binary: &Path) -> bool {
     false
 }
 
+/// Whether disks are limited in this run; a named skip where plain directories are forced, which have no limit.
+pub fn disks_are_limited() -> bool {
+    let forced = std::env::var_os("TRIALRUN_LAYERS").is_some_and(|v| v == "directory");
+    if forced {
+        skip("TRIALRUN_LAYERS=directory: layers in plain directories have no limit");
+    }
+    !forced
+}
+
 /// Where images are kept between tests: `TRIALRUN_TEST_CACHE`, or `target/test-cache`.
 pub fn cache_dir() -> PathBuf {
     std::env::var_os("TRIALRUN_TEST_CACHE").map_or_else(|| build_dir().with_file_name("test-cache"), PathBuf::from)

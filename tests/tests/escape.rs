@@ -175,7 +175,12 @@ fn a_setuid_program_of_a_machine_is_nobodys_on_the_host() -> Result<()> {
         while let Some(dir) = dirs.pop() {
             for entry in fs::read_dir(dir)?.flatten() {
                 let meta = entry.path().symlink_metadata()?;
-                ensure!(!meta.is_file() || meta.mode() & 0o6000 == 0, "{}", entry.path().display());
+                // Layers in plain directories are below the data directory, which nobody else may enter.
+                ensure!(
+                    !meta.is_file() || meta.mode() & 0o6000 == 0 || meta.uid() >= 0x1000_0000,
+                    "{}",
+                    entry.path().display()
+                );
                 if meta.is_dir() {
                     dirs.push(entry.path());
                 }
@@ -355,6 +360,9 @@ fn a_neighbour_of_who_takes_every_port_has_ports() -> Result<()> {
 
 #[test]
 fn a_neighbour_of_who_fills_its_disk_with_files_writes() -> Result<()> {
+    if !trialrun_tests::disks_are_limited() {
+        return Ok(());
+    }
     hogs(
         "os.makedirs('many', exist_ok=True); os.chdir('many')\nn = iter(range(10 ** 9))\ndef file():\n os.close(os.open(f'{next(n):0200}', os.O_CREAT | os.O_WRONLY)); return 0",
         "file()",
@@ -364,6 +372,9 @@ fn a_neighbour_of_who_fills_its_disk_with_files_writes() -> Result<()> {
 
 #[test]
 fn a_neighbour_of_who_fills_its_disk_with_bytes_writes() -> Result<()> {
+    if !trialrun_tests::disks_are_limited() {
+        return Ok(());
+    }
     hogs(
         "f = os.open('big', os.O_CREAT | os.O_WRONLY)\npiece = b'x' * (1 << 20)\ndef more():\n os.write(f, piece); os.fsync(f); return 0",
         "more()",

@@ -424,6 +424,9 @@ fn files_can_be_listed_moved_and_removed() -> Result<()> {
 
 #[test]
 fn a_full_disk_during_an_upload_is_named_and_the_machine_lives_on() -> Result<()> {
+    if !trialrun_tests::disks_are_limited() {
+        return Ok(());
+    }
     let Some(world) = World::new() else { return Ok(()) };
     world.run(async |engine| {
         let sandbox = create(&engine, SandboxSpec { limits: Limits { disk: ByteSize::mib(16), ..Limits::default() }, ..host() }).await?;

@@ -211,3 +211,91 @@ fn a_name_can_be_given_and_a_wrong_recipe_is_named() -> Result<()> {
     }
     Ok(())
 }
+
+/// An image cache of the test's own, with two steps of a small registry-free image in it.
+#[test]
+fn the_budget_takes_what_can_be_had_again_and_leaves_what_is_named_or_used() -> Result<()> {
+    let Some(world) = World::with_python() else { return Ok(()) };
+    let cache = world.scratch().join("cache");
+    fs::create_dir(&cache)?;
+    fs::set_permissions(&cache, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+    // The stock image as it is, by hard links: its trees are never written to.
+    let copied = std::process::Command::new("cp")
+        .args(["--archive", "--link"])
+        .arg(cache_dir().join("images"))
+        .arg(&cache)
+        .status()?;
+    assert!(copied.success());
+    let program = |words: &[&str]| world.program(words).env("TRIALRUN_CACHE_DIR", &cache);
+    // What other tests have there is theirs.
+    for (record, names) in images(&program(&["image", "ls", "--json"]).run().json()) {
+        if !names.iter().any(|n| n == "python") {
+            names.iter().for_each(|n| drop(program(&["image", "rm", n]).run()));
+            let _ = record;
+        }
+    }
+    program(&["image", "prune"]).run();
+    let build = |name: &str, line: &str| {
+        let built = program(&["image", "build", "--name", name, "--network", "off", "--run", line]).run();
+        assert_eq!(built.code, Some(0), "{built}");
+    };
+    build("kept", "head -c 3M /dev/urandom > /srv/kept");
+    build("passing", "head -c 5M /dev/urandom > /srv/first");
+    // The name moves on: its first layer is nobody's now, and so is the next one's after it.
+    build("passing", "head -c 7M /dev/urandom > /srv/second");
+    build("passing", "echo last > /srv/last");
+    fs::create_dir_all(cache.join("oci/blobs"))?;
+    fs::write(cache.join("oci/blobs/aa"), vec![1; 9 << 20])?;
+    let df = || program(&["df", "--json"]).run().json();
+    let of = |json: &serde_json::Value, kind: &str, what: &str| {
+        json["usage"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .find(|u| u["kind"] == kind)
+            .and_then(|u| u[what].as_u64())
+            .unwrap_or(0)
+    };
+    let before = df();
+    assert_eq!((of(&before, "steps", "items"), of(&before, "downloads", "bytes")), (2, 9 << 20), "{before}");
+    assert_eq!(of(&before, "steps", "reclaimable_bytes"), of(&before, "steps", "bytes"), "{before}");
+    assert_eq!(of(&before, "images", "reclaimable_bytes"), 0, "{before}");
+    let cached = ["images", "steps", "downloads", "runtime"].iter().map(|k| of(&before, k, "bytes")).sum::<u64>();
+    let config = world.scratch().join("config.toml");
+    let gc = |max: u64| -> Result<serde_json::Value> {
+        fs::write(&config, format!("[cache]\nmax_bytes = {max}\n"))?;
+        Ok(program(&["gc", "--json"]).env("TRIALRUN_CONFIG", &config).run().json()["evicted"].clone())
+    };
+    // Enough: nothing goes. A little too much: the download. More: the older of the two layers.
+    assert_eq!(gc(cached)?["removed"], serde_json::json!([]));
+    assert_eq!(gc(cached - 1)?["removed"], serde_json::json!(["aa"]));
+    let evicted = gc(cached - (10 << 20))?;
+    assert_eq!(evicted["removed"].as_array().map(Vec::len), Some(1), "{evicted}");
+    assert_eq!(of(&df(), "steps", "items"), 1);
+    // Impossible: all that may go goes, the rest is said.
+    let evicted = gc(1)?;
+    assert_eq!(evicted["removed"].as_array().map(Vec::len), Some(1), "{evicted}");
+    assert!(evicted["over_bytes"].as_u64() > Some(100 << 20), "{evicted}");
+    for image in ["kept", "passing", "python"] {
+        let ran = program(&["run", "--image", image, "--", "true"]).run();
+        assert_eq!(ran.code, Some(0), "{image}: {ran}");
+    }
+    let text = program(&["df"]).env("TRIALRUN_CONFIG", &config).run();
+    assert!(text.code == Some(0) && text.out.contains("of its budget"), "{text}");
+    fs::write(&config, "[cache]\nmax_byte = 1\n")?;
+    let wrong = program(&["df"]).env("TRIALRUN_CONFIG", &config).run();
+    assert!(wrong.code == Some(120) && wrong.err.contains("max_byte"), "{wrong}");
+    Ok(())
+}
+
+fn images(json: &serde_json::Value) -> Vec<(String, Vec<String>)> {
+    let texts = |v: &serde_json::Value| {
+        v.as_array().into_iter().flatten().filter_map(|t| t.as_str().map(str::to_owned)).collect()
+    };
+    json["images"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|i| (i["image"]["digest"].to_string(), texts(&i["names"])))
+        .collect()
+}

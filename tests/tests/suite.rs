@@ -361,6 +361,9 @@ fn the_memory_limit_is_named_and_has_its_own_code() -> Result<()> {
 
 #[test]
 fn the_disk_limit_is_named() -> Result<()> {
+    if !trialrun_tests::disks_are_limited() {
+        return Ok(());
+    }
     let Some(world) = World::with_python() else { return Ok(()) };
     let dir = one(
         &world,

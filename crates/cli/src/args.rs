@@ -25,6 +25,9 @@ pub struct Dirs {
     /// What can be made again: images
     #[arg(long, global = true, env = "TRIALRUN_CACHE_DIR", default_value = "/var/cache/trialrun")]
     pub cache_dir: PathBuf,
+    /// Configuration
+    #[arg(long, global = true, env = "TRIALRUN_CONFIG", default_value = crate::config::PLACE, value_name = "FILE")]
+    pub config: PathBuf,
 }
 
 #[derive(Debug, Subcommand)]
@@ -43,6 +46,8 @@ pub enum Command {
     Rm(Rm),
     /// Remove what dead machines left
     Gc(Json),
+    /// Say what is on the disk, what of it could go, and the budget
+    Df(Json),
     /// Say what this host can do, what that means, and how to get what is missing
     Doctor(Json),
     /// Images: list, build, inspect, remove
@@ -57,7 +62,7 @@ impl Args {
             Command::Test(test) => test.json,
             Command::Attach(_) => false,
             Command::Fork(fork) => fork.json,
-            Command::Ps(json) | Command::Gc(json) | Command::Doctor(json) => json.json,
+            Command::Ps(json) | Command::Gc(json) | Command::Df(json) | Command::Doctor(json) => json.json,
             Command::Rm(rm) => rm.json,
             Command::Image(image) => image.json,
         }

@@ -145,6 +145,7 @@ pub async fn pull(engine: &Engine, reference: &str, again: bool, steps: &Steps) 
         return Ok(());
     }
     steps.say(&format!("asking the registry for {reference}"));
+    let downloads = engine.hold_downloads().map_err(|e| Failure::ours(format!("can't lock the downloads: {e}")))?;
     let puller = trialrun_oci::Puller::new(engine.cache_dir(), own_program(crate::UNPACKER)?);
     let told = std::sync::atomic::AtomicU64::new(0);
     let tell = |p: trialrun_oci::Progress| {
@@ -157,5 +158,9 @@ pub async fn pull(engine: &Engine, reference: &str, again: bool, steps: &Steps) 
     };
     let image = puller.pull(reference, &tell).await?;
     let store = engine.images().clone();
-    build(steps, reference, move |tell| store.ensure_oci(&image.reference, &image, again, tell).map(|_| ())).await
+    let built =
+        build(steps, reference, move |tell| store.ensure_oci(&image.reference, &image, again, tell).map(|_| ()));
+    let built = built.await;
+    drop(downloads);
+    built
 }

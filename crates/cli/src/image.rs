@@ -45,6 +45,7 @@ pub async fn image(dirs: &Dirs, image: Image) -> Result<u8, Failure> {
             }
             None => {
                 let reference = crate::recipe::build(dirs, &build, image.json).await?;
+                crate::df::keep_budget(dirs, &engine)?;
                 show(&engine.images().inspect(&reference)?, image.json);
             }
         },
@@ -82,6 +83,7 @@ pub async fn image(dirs: &Dirs, image: Image) -> Result<u8, Failure> {
             let pulled = interrupts.guard(context::pull(&engine, name, true, &steps)).await?;
             steps.clear();
             pulled?;
+            crate::df::keep_budget(dirs, &engine)?;
             show(&engine.images().inspect(&reference)?, image.json);
         }
         ImageCommand::Inspect { image: reference } => show(&engine.images().inspect(&reference)?, image.json),

@@ -10,7 +10,9 @@ macro_rules! println {
 
 mod args;
 mod attach;
+mod config;
 mod context;
+mod df;
 mod doctor;
 mod failure;
 mod fork;
@@ -99,6 +101,7 @@ async fn dispatch(args: args::Args) -> Result<u8, failure::Failure> {
         Command::Ps(ps) => manage::ps(&args.dirs, &ps).await,
         Command::Rm(rm) => manage::rm(&args.dirs, &rm).await,
         Command::Gc(gc) => manage::gc(&args.dirs, &gc),
+        Command::Df(options) => df::df(&args.dirs, &options),
         Command::Doctor(options) => doctor::doctor(&args.dirs, &options),
         Command::Image(image) => image::image(&args.dirs, image).await,
     }

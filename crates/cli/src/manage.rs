@@ -69,16 +69,18 @@ pub async fn rm(dirs: &Dirs, options: &Rm) -> Result<u8, Failure> {
 pub fn gc(dirs: &Dirs, options: &Json) -> Result<u8, Failure> {
     let engine = context::engine(dirs)?;
     let recovered = engine.collect();
+    let evicted = crate::df::keep_budget(dirs, &engine)?;
     if options.json {
-        println!(
-            "{}",
-            serde_json::json!({
-                "schema": 1,
-                "removed": recovered.removed,
-                "failed": recovered.failed,
-                "released_bytes": recovered.released_bytes,
-            })
-        );
+        let mut told = serde_json::json!({
+            "schema": 1,
+            "removed": recovered.removed,
+            "failed": recovered.failed,
+            "released_bytes": recovered.released_bytes,
+        });
+        if let Some(evicted) = evicted {
+            told["evicted"] = serde_json::json!(evicted);
+        }
+        println!("{told}");
     } else {
         for id in &recovered.removed {
             println!("removed what was left of {id}");

@@ -541,7 +541,7 @@ pub(crate) fn forget_use(cache: &Path, id: &trialrun_model::SandboxId) {
 
 /// The hexadecimal digits of the images that running machines, of any data directory, and builds stand on. Notes of what
 /// has ended are removed on the way.
-fn in_use(cache: &Path) -> Vec<String> {
+pub(crate) fn in_use(cache: &Path) -> Vec<String> {
     let mut used = Vec::new();
     let mut take = |text: &[u8]| {
         let parts = text.split(|b| matches!(b, b'/' | b'\n')).filter(|part| part.len() == 64);

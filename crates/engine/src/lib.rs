@@ -17,6 +17,7 @@ mod pool;
 mod recover;
 mod rootfs;
 mod sandbox;
+mod usage;
 
 pub use build::{BuildError, BuildEvent, BuildOptions, SecretValue};
 pub use create::{CreateOptions, Guest};
@@ -28,6 +29,7 @@ pub use recover::Recovered;
 pub use sandbox::{Captured, Sandbox};
 pub use trialrun_keeper::client::{Following, KeeperClient, Output, Stdin};
 pub use trialrun_keeper::wire::{CallError, CallErrorKind, Description, ExecInfo, FileInfo, ForkCost, StartTimings};
+pub use usage::{DiskUse, Evicted};
 
 use std::{
     io,

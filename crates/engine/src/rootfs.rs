@@ -32,6 +32,7 @@ impl Engine {
             }
             image => {
                 let image = self.inner.images.resolve(image).map_err(CreateError::Image)?;
+                self.inner.images.touch(&image.digest);
                 (Rootfs { lowers: image.trees(), ..Rootfs::default() }, image.config)
             }
         };

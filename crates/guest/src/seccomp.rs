@@ -52,9 +52,10 @@ const NEW_NAMESPACE: u32 =
 /// Protocols of IPv4 and IPv6: what a family has by default, ICMP ("ping sockets"), TCP, UDP, ICMPv6. Go's listeners ask
 /// for MPTCP first and take TCP when there is none.
 const IP_PROTOCOLS: [u32; 5] = [0, 1, 6, 17, 58];
-/// Protocols of netlink: routes, socket diagnosis, device events, and the generic one. Not: packet rules, audit, IPsec,
-/// cryptography, and what only drivers and security modules serve.
-const NETLINK_PROTOCOLS: [u32; 4] = [0, 4, 15, 16];
+/// Protocols of netlink: routes, socket diagnosis, and the generic one. Not: packet rules, audit, IPsec, cryptography, what
+/// only drivers and security modules serve, and device events, since the host's are heard in every network namespace that
+/// belongs to its user namespace, as a cell does.
+const NETLINK_PROTOCOLS: [u32; 3] = [0, 4, 16];
 /// What a call names the machine's first process by.
 const AGENT: u32 = 1;
 
@@ -417,6 +418,7 @@ mod tests {
             (libc::AF_NETLINK, 16, ALLOW),
             (libc::AF_NETLINK, 12, NO_SUCH_PROTOCOL),
             (libc::AF_NETLINK, 9, NO_SUCH_PROTOCOL),
+            (libc::AF_NETLINK, 15, NO_SUCH_PROTOCOL),
             (libc::AF_UNIX, 77, ALLOW),
             (libc::AF_ALG, 0, NO_SUCH_FAMILY),
         ];

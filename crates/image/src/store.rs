@@ -274,6 +274,23 @@ impl ImageStore {
         Ok(removed)
     }
 
+    /// Notes that an image is used now.
+    pub fn touch(&self, digest: &str) {
+        use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
+        let path = self.place(digest).join("used");
+        let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
+        let times = Timestamps { last_access: now, last_modification: now };
+        if utimensat(CWD, &path, &times, AtFlags::SYMLINK_NOFOLLOW).is_err() {
+            let _ = File::create(path);
+        }
+    }
+
+    /// When an image was used last, if it ever was.
+    #[must_use]
+    pub fn last_use(&self, digest: &str) -> Option<SystemTime> {
+        self.place(digest).join("used").metadata().ok()?.modified().ok()
+    }
+
     /// Takes the store for reading while a machine's trees are looked up and noted, or for removing.
     ///
     /// # Errors
