@@ -183,7 +183,11 @@ pub(crate) fn sweep(parent: &Path) -> Result<(), DirError> {
         };
         if flock(&mark, FlockOperation::NonBlockingLockExclusive).is_ok() {
             tracing::info!(path = %path.display(), "removing what an interrupted build left");
-            std::fs::remove_dir_all(&path).map_err(at("remove", &path))?;
+            match std::fs::remove_dir_all(&path) {
+                // Its maker, alive after all, published or removed it between our look at its mark and now.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                other => other.map_err(at("remove", &path))?,
+            }
         }
     }
     Ok(())
