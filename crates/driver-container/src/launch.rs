@@ -7,10 +7,9 @@
 
 use crate::{
     cgroup::{Hierarchy, MachineCgroup},
-    commit,
     inside::{Inside, StepError},
-    layer::{Layer, Pool},
-    lower,
+    layer::{Layer, Pool, copy_upper},
+    lower, owners,
 };
 use std::{
     fs::File,
@@ -371,10 +370,12 @@ impl Machine for ContainerMachine {
             let _one = forking.lock().unwrap_or_else(PoisonError::into_inner);
             let began = Instant::now();
             let frozen = freezer.freeze().map_err(fail("make the machine stand still"))?;
-            let copied = commit::copy(source.as_fd(), &into).map_err(fail(&step))?;
+            let copied = copy_upper(source.as_fd(), &into).map_err(fail(&step))?;
             drop(frozen);
             let pause = began.elapsed();
-            commit::unshift(&into, base, count).map_err(fail(&step))?;
+            // Whiteouts belong to the host's root, and stay so.
+            let inside = |id: u32| (base..base.saturating_add(count)).contains(&id).then(|| id - base);
+            owners::change(&into, &inside).map_err(fail(&step))?;
             Ok(ForkCost { pause, whole: began.elapsed(), copied: Some(copied) })
         }))
     }

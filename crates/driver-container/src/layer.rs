@@ -29,6 +29,10 @@ use trialrun_driver::{LaunchError, fault};
 use trialrun_model::{ByteSize, DiskFull};
 use trialrun_sys::blockdev::{self, BtrfsRoom, LoopDevice};
 
+/// The image file, in the data directory.
+pub(crate) const IMAGE: &str = "pool.btrfs";
+/// The directory of layers, where there is no image file.
+pub(crate) const DIRECTORY: &str = "layers";
 /// What is kept free inside beyond a machine's own limit: what others fill between two looks (100 ms), several times.
 const MARGIN: u64 = 1 << 30;
 /// First size of the image file, where the host has plenty.
@@ -109,7 +113,7 @@ impl Pool {
     /// # Errors
     /// The step that failed; lack of btrfs is not one.
     pub fn open(data_dir: &Path) -> Result<Self, LaunchError> {
-        let dir = data_dir.join("layers");
+        let dir = data_dir.join(DIRECTORY);
         make_private_dir(&dir).map_err(fail(format!("make {}", dir.display())))?;
         let plain = |reason: String| -> Result<Self, LaunchError> {
             let root = File::open(&dir).map_err(fail(format!("open {}", dir.display())))?;
@@ -136,7 +140,7 @@ impl Pool {
     /// As [`Self::open`] for a pool that was made before; `None` when there is none or it does not open.
     #[must_use]
     pub fn open_existing(data_dir: &Path) -> Option<Self> {
-        data_dir.join("layers").exists().then(|| Self::open(data_dir).ok()).flatten()
+        data_dir.join(DIRECTORY).exists().then(|| Self::open(data_dir).ok()).flatten()
     }
 
     /// Removes the image file if it holds no layer and nobody uses it, and returns how many bytes the host has back.
@@ -144,7 +148,7 @@ impl Pool {
     /// # Errors
     /// What the kernel says.
     pub fn release(data_dir: &Path) -> io::Result<u64> {
-        let path = data_dir.join("pool.btrfs");
+        let path = data_dir.join(IMAGE);
         let file = match File::open(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
             other => other?,
@@ -170,7 +174,7 @@ impl Pool {
     }
 
     fn open_image(data_dir: &Path) -> Result<Self, ImageError> {
-        let (path, lock_path) = (data_dir.join("pool.btrfs"), data_dir.join("pool.lock"));
+        let (path, lock_path) = (data_dir.join(IMAGE), data_dir.join("pool.lock"));
         let lock = lock(&lock_path).map_err(fail(format!("lock {}", lock_path.display())))?;
         if !path.exists() {
             make_image(&path)?;
@@ -633,7 +637,6 @@ fn place_of(dir: BorrowedFd<'_>) -> PathBuf {
 /// # Errors
 /// What cp(1) says, [`io::ErrorKind::StorageFull`] for a full disk.
 pub(crate) fn copy_upper(layer: BorrowedFd<'_>, into: &Path) -> io::Result<ByteSize> {
-    use std::os::unix::fs::MetadataExt;
     let output = Command::new("cp")
         .args(["--archive", "--reflink=auto", "--sparse=always", "--no-target-directory", "--"])
         .args([place_of(layer).join("u").as_path(), into])
@@ -648,18 +651,7 @@ pub(crate) fn copy_upper(layer: BorrowedFd<'_>, into: &Path) -> io::Result<ByteS
         let full = last.contains("No space left") || last.contains("quota");
         return Err(io::Error::new(if full { io::ErrorKind::StorageFull } else { io::ErrorKind::Other }, last));
     }
-    let (mut blocks, mut dirs) = (0u64, vec![into.to_owned()]);
-    while let Some(dir) = dirs.pop() {
-        for entry in fs::read_dir(dir)? {
-            let entry = entry?;
-            let meta = entry.path().symlink_metadata()?;
-            blocks = blocks.saturating_add(meta.blocks());
-            if meta.is_dir() {
-                dirs.push(entry.path());
-            }
-        }
-    }
-    Ok(ByteSize(blocks.saturating_mul(512)))
+    Ok(ByteSize(trialrun_driver::tree_bytes(into)))
 }
 
 /// Removes a tree without following links; its content was written by a guest.

@@ -2,14 +2,14 @@
 //!
 //! What each file does: [`cgroup`] limits, kills and measures; [`layer`] makes writable layers; `launch` is the ordered
 //! list of steps from a specification to a running guest agent; `inside` is the part of it that runs in the child; `lower`
-//! gives the base's files to the machine's root, and `commit` makes a base of what a machine wrote.
+//! gives the base's files to the machine's root, and `owners` changes whose files are.
 
 pub mod cgroup;
-mod commit;
 mod inside;
 mod launch;
 pub mod layer;
 mod lower;
+mod owners;
 
 pub use launch::ContainerDriver;
 
@@ -25,24 +25,17 @@ pub fn release(data_dir: &Path) -> io::Result<u64> {
     let shifted = data_dir.join(lower::SHIFTED);
     let mut bytes = 0;
     if shifted.exists() && layer::Pool::open_existing(data_dir).is_some_and(|p| p.names().is_ok_and(|n| n.is_empty())) {
-        bytes += tree_bytes(&shifted)?;
+        bytes += trialrun_driver::tree_bytes(&shifted);
         std::fs::remove_dir_all(&shifted)?;
     }
     Ok(bytes + layer::Pool::release(data_dir)?)
 }
 
-fn tree_bytes(dir: &Path) -> io::Result<u64> {
-    use std::os::unix::fs::MetadataExt;
-    let mut bytes = 0u64;
-    for entry in std::fs::read_dir(dir)? {
-        let entry = entry?;
-        let meta = entry.metadata()?;
-        bytes = bytes.saturating_add(meta.blocks().saturating_mul(512));
-        if meta.is_dir() {
-            bytes = bytes.saturating_add(tree_bytes(&entry.path())?);
-        }
-    }
-    Ok(bytes)
+/// Bytes that the layers of a data directory, and what is kept for the next ones, take on the disk.
+#[must_use]
+pub fn disk_bytes(data_dir: &Path) -> u64 {
+    let places = [layer::IMAGE, layer::DIRECTORY, lower::SHIFTED];
+    places.iter().map(|name| trialrun_driver::tree_bytes(&data_dir.join(name))).sum()
 }
 
 /// Removes what dead machines of a data directory left: their cgroups and layers. `live` says whose keeper lives.
@@ -68,7 +61,7 @@ pub fn recover(data_dir: &Path, tag: &str, live: &dyn Fn(&str) -> bool) -> (Vec<
             let _ = std::fs::remove_dir(&group);
         }
     }
-    if data_dir.join("pool.btrfs").exists() || data_dir.join("layers").exists() {
+    if data_dir.join(layer::IMAGE).exists() || data_dir.join(layer::DIRECTORY).exists() {
         match layer::Pool::open(data_dir) {
             Ok(pool) => {
                 for id in pool.names().unwrap_or_default().into_iter().filter(|id| !live(id)) {

@@ -5,17 +5,14 @@
 //! no layer is left. Directories of the host that are bound can't be copied: their files then belong to nobody inside.
 //! `TRIALRUN_IDMAP=off` forces all that.
 
-use crate::layer;
+use crate::{layer, owners};
 use rustix::{
-    fs::{CWD, FileType},
+    fs::CWD,
     mount::{OpenTreeFlags, open_tree},
 };
 use std::{
     fs, io,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::fs::{MetadataExt, PermissionsExt},
-    },
+    os::fd::{AsFd, BorrowedFd},
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -74,7 +71,7 @@ pub fn shifted(data_dir: &Path, trees: &[PathBuf], base: u32) -> Result<Vec<Path
                 fs::remove_dir_all(&fresh)?;
             }
             copy_tree(tree, &fresh)?;
-            shift(&fresh, base)?;
+            owners::change(&fresh, &|id| (id < base).then_some(base + id))?;
             fs::rename(&fresh, &place)
         };
         make().map_err(|cause| LaunchError {
@@ -98,22 +95,4 @@ fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
     }
     let words = String::from_utf8_lossy(&output.stderr);
     Err(io::Error::other(words.lines().last().unwrap_or("cp failed").to_owned()))
-}
-
-/// Adds `base` to every owner and group. A change of owner takes setuid bits away; they are set again.
-fn shift(place: &Path, base: u32) -> io::Result<()> {
-    let meta = place.symlink_metadata()?;
-    // A hard link's other names find it shifted.
-    if meta.uid() < base {
-        std::os::unix::fs::lchown(place, Some(base + meta.uid()), Some(base + meta.gid()))?;
-        if meta.mode() & 0o6000 != 0 && FileType::from_raw_mode(meta.mode()) == FileType::RegularFile {
-            fs::set_permissions(place, fs::Permissions::from_mode(meta.mode() & 0o7777))?;
-        }
-    }
-    if meta.is_dir() {
-        for entry in fs::read_dir(place)? {
-            shift(&entry?.path(), base)?;
-        }
-    }
-    Ok(())
 }

@@ -167,6 +167,16 @@ pub trait Driver {
     fn launch(&self, spec: MachineSpec) -> Result<Box<dyn Machine>, LaunchError>;
 }
 
+/// Bytes that a file or tree takes on the disk. What can't be read counts as nothing; links are not followed.
+#[must_use]
+pub fn tree_bytes(path: &std::path::Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(meta) = path.symlink_metadata() else { return 0 };
+    let entries = if meta.is_dir() { std::fs::read_dir(path).ok() } else { None };
+    let below = entries.into_iter().flatten().flatten().map(|entry| tree_bytes(&entry.path()));
+    below.fold(meta.blocks().saturating_mul(512), u64::saturating_add)
+}
+
 /// A running machine, held by its keeper.
 pub trait Machine: Send {
     /// The stream to the guest agent. Taken once.

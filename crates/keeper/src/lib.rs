@@ -80,6 +80,12 @@ pub fn release_layers(data_dir: &Path) -> io::Result<u64> {
     trialrun_driver_container::release(data_dir)
 }
 
+/// Bytes that a data directory's layers take on the disk.
+#[must_use]
+pub fn layers_bytes(data_dir: &Path) -> u64 {
+    trialrun_driver_container::disk_bytes(data_dir)
+}
+
 /// The directory of one machine.
 #[must_use]
 pub fn machine_dir(data_dir: &Path, id: &trialrun_model::SandboxId) -> PathBuf {

@@ -29,7 +29,7 @@ use tokio::{
 use trialrun_driver::{DiskFork, ForkCost};
 use trialrun_gateway::GatewayHandle;
 use trialrun_guest_proto::{self as proto, EventKind, Op, frame::Kind};
-use trialrun_model::{ExecId, Limits, SandboxId};
+use trialrun_model::{ExecId, SandboxId};
 
 /// Ended execs that stay listed.
 const ENDED_KEPT: usize = 64;
@@ -44,9 +44,7 @@ pub struct Keeper {
     pub guest: Rc<GuestLink>,
     /// The way out.
     pub gateway: Option<GatewayHandle>,
-    /// Ceilings in force.
-    pub limits: RefCell<Limits>,
-    /// What it was made from; its environment grows.
+    /// What it was made from, with what was changed since: limits and environment.
     origin: RefCell<KeeperSpec>,
     execs: RefCell<BTreeMap<u32, Rc<Exec>>>,
     next_exec: Cell<u32>,
@@ -82,7 +80,6 @@ impl Keeper {
             machine,
             guest,
             gateway,
-            limits: RefCell::new(spec.limits),
             origin: RefCell::new(spec.clone()),
             execs: RefCell::default(),
             next_exec: Cell::new(1),
@@ -302,7 +299,7 @@ impl Keeper {
                 limits.check().map_err(|e| CallError { kind: CallErrorKind::Invalid, message: e.to_string() })?;
                 let set = self.machine.borrow_mut().set_limits(&limits);
                 set.map_err(|e| CallError { kind: CallErrorKind::Invalid, message: format!("set the limits: {e}") })?;
-                *self.limits.borrow_mut() = limits;
+                self.origin.borrow_mut().limits = limits;
                 Ok(Reply::Done)
             }
             Call::Fork(child) => self.fork(&child).await,
@@ -351,7 +348,7 @@ impl Keeper {
         let cost = copied(fork, "fork").await?;
         let origin = self.origin.borrow().clone();
         Ok(Reply::Forked(Box::new(Forked {
-            limits: *self.limits.borrow(),
+            limits: origin.limits,
             hostname: origin.hostname,
             rootfs: origin.rootfs,
             env: origin.env,
@@ -367,7 +364,7 @@ impl Keeper {
         let EventKind::Info(info) = lines.event().await? else { return Err(internal("an unexpected answer")) };
         Ok(Reply::Description(Box::new(Description {
             isolation: self.machine.borrow().isolation().clone(),
-            limits: *self.limits.borrow(),
+            limits: self.origin.borrow().limits,
             policy: self.gateway.as_ref().map_or_else(trialrun_policy::Policy::off, GatewayHandle::policy),
             keeper_private_bytes: private_bytes(),
             agent_private_bytes: info.agent_private_bytes,

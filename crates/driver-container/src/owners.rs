@@ -1,16 +1,12 @@
-//! From a machine's writable layer to a tree that other machines can stand on.
+//! Other owners for a tree: those that a machine sees for what was copied out of its layer, those of its uid range for what
+//! it is to stand on.
 
-use crate::layer::copy_upper;
 use rustix::fs::{XattrFlags, lgetxattr, lremovexattr, lsetxattr};
 use std::{
     fs, io,
-    os::{
-        fd::BorrowedFd,
-        unix::fs::{MetadataExt, PermissionsExt},
-    },
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::Path,
 };
-use trialrun_model::ByteSize;
 
 /// What an overlay notes of its own layers, which means nothing in another place (overlayfs.rst).
 const OVERLAY_NOTES: [&str; 5] = ["origin", "impure", "nlink", "uuid", "upper"];
@@ -22,19 +18,12 @@ const REVISION_3: u32 = 0x0300_0000;
 /// Bytes of a capability attribute without the root id that revision 3 adds.
 const REVISION_2_LEN: usize = 20;
 
-/// Copies the upper directory of a layer to `into`, which must not be there. Returns its size.
+/// Gives every file of a tree the owner and group that `new` says for its present ones; `None` leaves it as it is. Set-id
+/// bits and capabilities stay, an overlay's notes go.
 ///
 /// # Errors
 /// What the file system says.
-pub fn copy(layer: BorrowedFd<'_>, into: &Path) -> io::Result<ByteSize> {
-    copy_upper(layer, into)
-}
-
-/// Gives every file of the copied tree the owner that a machine of the uid range `base..base + count` sees.
-///
-/// # Errors
-/// What the file system says.
-pub fn unshift(place: &Path, base: u32, count: u32) -> io::Result<()> {
+pub fn change(place: &Path, new: &dyn Fn(u32) -> Option<u32>) -> io::Result<()> {
     let meta = place.symlink_metadata()?;
     for note in OVERLAY_NOTES {
         match lremovexattr(place, format!("trusted.overlay.{note}")) {
@@ -42,9 +31,8 @@ pub fn unshift(place: &Path, base: u32, count: u32) -> io::Result<()> {
             Err(e) => return Err(e.into()),
         }
     }
-    let inside = |id: u32| (base..base.saturating_add(count)).contains(&id).then(|| id - base);
-    // A hard link's other names find it done; whiteouts belong to the host's root and stay so.
-    if let (Some(uid), Some(gid)) = (inside(meta.uid()), inside(meta.gid())) {
+    // A hard link's other names find it done.
+    if let (Some(uid), Some(gid)) = (new(meta.uid()), new(meta.gid())) {
         let mut value = [0; REVISION_2_LEN + 4];
         let capability = match lgetxattr(place, CAPABILITY, &mut value) {
             Ok(len) => Some(len),
@@ -70,7 +58,7 @@ pub fn unshift(place: &Path, base: u32, count: u32) -> io::Result<()> {
     }
     if meta.is_dir() {
         for entry in fs::read_dir(place)? {
-            unshift(&entry?.path(), base, count)?;
+            change(&entry?.path(), new)?;
         }
     }
     Ok(())
