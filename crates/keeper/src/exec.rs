@@ -378,6 +378,9 @@ fn explain(outcome: &mut ExecOutcome, machine: &SharedMachine, oom_before: u64) 
 async fn wait_for_end(exec: &Exec, machine: &SharedMachine, lines: &mut Lines, begun: Instant) -> Wait {
     let deadline = exec.spec.deadline.map(|d| begun + d);
     let mut tend = tokio::time::interval_at(begun + TEND_EVERY, TEND_EVERY);
+    let (link, stream) = (lines.link(), lines.stream);
+    // A piece of inline output on its way. A follower or an agent that does not read holds it, never the deadline.
+    let mut passing: Option<std::pin::Pin<Box<dyn Future<Output = ()> + '_>>> = None;
     loop {
         let until_deadline = async {
             match deadline {
@@ -395,7 +398,8 @@ async fn wait_for_end(exec: &Exec, machine: &SharedMachine, lines: &mut Lines, b
                 let _ = machine.borrow_mut().kill_slot(exec.id);
                 return Wait::TimedOut;
             }
-            arrival = lines.next() => match arrival {
+            () = async { if let Some(passing) = &mut passing { passing.await } }, if passing.is_some() => passing = None,
+            arrival = lines.next(), if passing.is_none() => match arrival {
                 Err(_) => return if exec.kill_asked.get() { Wait::Killed } else { Wait::Lost },
                 Ok(Arrival::Event(EventKind::Started(started))) => {
                     exec.pid.set(started.pid.max(1));
@@ -407,10 +411,15 @@ async fn wait_for_end(exec: &Exec, machine: &SharedMachine, lines: &mut Lines, b
                 }),
                 Ok(Arrival::Event(EventKind::Failed(failed))) => return Wait::Refused(refusal(&failed)),
                 Ok(Arrival::Event(_)) => {}
+                // Output of what was never started: no follower is there yet that could take it.
+                Ok(Arrival::Data(..)) if exec.pid() == 0 => return Wait::Lost,
                 Ok(Arrival::Data(channel, bytes)) => {
                     let channel = if channel == 1 { Channel::Stdout } else { Channel::Stderr };
-                    exec.log.push(channel, &bytes).await;
-                    lines.grant(bytes.len() as u32).await;
+                    let link = &link;
+                    passing = Some(Box::pin(async move {
+                        exec.log.push(channel, &bytes).await;
+                        link.grant(stream, bytes.len() as u32).await;
+                    }));
                 }
             },
             _ = tend.tick() => machine.borrow_mut().tend(),

@@ -179,6 +179,14 @@ impl GuestLink {
         Lines { link: self.clone(), stream, from }
     }
 
+    /// Grants the agent more data on a stream. Waits for an agent that does not read.
+    pub async fn grant(&self, stream: u32, bytes: u32) {
+        if let Some(lane) = self.lanes.borrow_mut().get_mut(&stream) {
+            lane.credit += u64::from(bytes);
+        }
+        let _ = self.sender.frame(stream, Kind::Credit, &bytes.to_le_bytes(), &[]).await;
+    }
+
     /// Sends a request with descriptors beside it.
     ///
     /// # Errors
@@ -224,12 +232,9 @@ impl Lines {
         }
     }
 
-    /// Grants the agent more data on this stream.
-    pub async fn grant(&self, bytes: u32) {
-        if let Some(lane) = self.link.lanes.borrow_mut().get_mut(&self.stream) {
-            lane.credit += u64::from(bytes);
-        }
-        let _ = self.link.sender.frame(self.stream, Kind::Credit, &bytes.to_le_bytes(), &[]).await;
+    /// The link that they came by.
+    pub fn link(&self) -> Rc<GuestLink> {
+        self.link.clone()
     }
 
     /// The way of data to the process on this stream.
