@@ -71,7 +71,7 @@ fn every_command_has_help_that_names_its_options() {
         ],
     ]
     .concat();
-    let commands: [(&[&str], &[&str]); 13] = [
+    let commands: [(&[&str], &[&str]); 15] = [
         (&[], &["run", "test", "attach", "ps", "rm", "gc", "doctor", "image", "--version"]),
         (&["run"], &run),
         (&["test"], &test),
@@ -99,6 +99,8 @@ fn every_command_has_help_that_names_its_options() {
             ],
         ),
         (&["image", "inspect"], &["<IMAGE>"]),
+        (&["fork"], &["<SANDBOX>", "--keep", "--json", "COMMAND"]),
+        (&["df"], &["--json"]),
         (&["image", "rm"], &["<IMAGE>"]),
     ];
     for (command, options) in commands {

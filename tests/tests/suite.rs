@@ -84,6 +84,11 @@ fn inside(world: &World, words: &str) -> usize {
     pids.into_iter().filter(|pid| String::from_utf8_lossy(&command(*pid)).replace('\0', " ").contains(words)).count()
 }
 
+/// A number that no earlier run of the tests had, for lists of dependencies that nobody had before.
+fn unique() -> Result<u128> {
+    Ok(std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?.as_nanos())
+}
+
 #[test]
 fn a_passing_suite_is_told_on_one_screen() -> Result<()> {
     let Some(world) = World::with_python() else { return Ok(()) };
@@ -826,13 +831,18 @@ fn requirements_that_do_not_exist_are_told_in_pips_words() -> Result<()> {
 #[test]
 fn a_signal_ends_the_run_and_its_machine_at_any_stage() -> Result<()> {
     let Some(world) = World::with_python() else { return Ok(()) };
-    let dir = one(&world, "import subprocess\ndef test_a():\n    subprocess.run(['sleep', '987654'])\n");
-    for (signal, sign, json) in [
-        (Signal::INT, "-m pip install", false),
-        (Signal::INT, "sleep 987654", true),
-        (Signal::TERM, "sleep 987654", false),
+    let hanging = "import subprocess\ndef test_a():\n    subprocess.run(['sleep', '987654'])\n";
+    // A list that nobody had before: else its dependencies are there, and pip is too soon gone to be seen.
+    let list = format!("six!=0.{}\n", unique()?);
+    let dir = folder(&world, &[("requirements.txt", &list), ("tests/test_a.py", hanging)]);
+    for (signal, sign, options) in [
+        (Signal::INT, "-m pip install", &["--keep"][..]),
+        (Signal::TERM, "-m pip install", &["--no-cache"]),
+        (Signal::INT, "sleep 987654", &["--json"]),
+        (Signal::TERM, "sleep 987654", &["--keep"]),
     ] {
-        let running = suite(&world, &dir, if json { &["--no-cov", "--json"] } else { &["--no-cov", "--keep"] }).start();
+        let json = options.contains(&"--json");
+        let running = suite(&world, &dir, &[&["--no-cov"][..], options].concat()).start();
         wait_until(sign, Duration::from_secs(120), || match inside(&world, sign) {
             0 => Err("not seen".to_owned()),
             n => Ok(n),
@@ -846,6 +856,9 @@ fn a_signal_ends_the_run_and_its_machine_at_any_stage() -> Result<()> {
                 output.json()["verdict"]["kind"] == "interrupted" && output.json()["exit_code"] == code,
                 "{output}"
             );
+        } else if sign.contains("pip") && !options.contains(&"--no-cache") {
+            // The dependencies are a machine of their own, before the run's.
+            assert!(output.err.contains("interrupted; the machine is gone"), "{output}");
         } else {
             assert!(
                 output.out.contains("INTERRUPTED") && output.out.contains("stopped on request before the end"),
@@ -899,5 +912,42 @@ fn what_a_suite_prints_cannot_do_more_to_a_terminal_than_show_text() -> Result<(
     let shown = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && shown.contains("\u{1b}[35mpurple\u{1b}[0m end\r\n"), "{shown:?}");
     assert!(shown.contains("1 passed (of 1)") && !odd.iter().any(|sequence| shown.contains(sequence)), "{shown:?}");
+    Ok(())
+}
+
+#[test]
+fn dependencies_are_installed_once_and_no_suite_can_change_them() -> Result<()> {
+    let Some(world) = World::with_python() else { return Ok(()) };
+    let list = format!("six==1.16.0\nsix!=0.{}\n", unique()?);
+    let poison = "import six, sysconfig, os\n\ndef test_a():\n    assert not hasattr(six, 'POISON')\n    \
+                  open(six.__file__, 'a').write('\\nPOISON = 1\\n')\n    \
+                  open(os.path.join(sysconfig.get_paths()['purelib'], 'evil.pth'), 'w').write('import six; six.POISON = 1')\n    \
+                  os.makedirs(os.path.expanduser('~/.cache/pip'), exist_ok=True)\n";
+    let dir = folder(&world, &[("requirements.txt", &list), ("tests/test_a.py", poison)]);
+    let run = |args: &[&str]| -> Result<(Value, String)> {
+        let output = suite(&world, &dir, &[&["--json", "--quiet"][..], args].concat()).run();
+        let report = output.json();
+        assert_eq!((output.code, counts(&report)), (Some(0), [1, 0, 0]), "{output}");
+        let added: Vec<&str> =
+            report["added"].as_array().into_iter().flatten().filter_map(|a| a["package"].as_str()).collect();
+        assert_eq!(added, ["pytest", "pytest-cov"], "{report}");
+        Ok((report.clone(), notes(&report)))
+    };
+    let phases =
+        |report: &Value| report["phases"].as_array().into_iter().flatten().any(|p| p["name"] == "dependencies");
+    let kept = "dependencies as installed";
+    let (first, said) = run(&[])?;
+    assert!(phases(&first) && !said.contains(kept), "{first}");
+    let (second, said) = run(&[])?;
+    assert!(!phases(&second) && said.contains(kept) && said.contains("--no-cache"), "{second}");
+    let (without, said) = run(&["--no-cache"])?;
+    assert!(!phases(&without) && !said.contains(kept), "{without}");
+    // Another list is another image, and one that can't be installed is pip's word.
+    fs::write(dir.join("requirements.txt"), format!("{list}idna\n"))?;
+    let (other, said) = run(&[])?;
+    assert!(phases(&other) && !said.contains(kept), "{other}");
+    fs::write(dir.join("requirements.txt"), format!("{list}six==1.15.0\n"))?;
+    let broken = suite(&world, &dir, &[]).run();
+    ends(&broken, 122, &["INSTALL FAILED", "six"]);
     Ok(())
 }

@@ -173,6 +173,9 @@ pub struct Test {
     /// Install nothing
     #[arg(long)]
     pub no_install: bool,
+    /// Install the dependencies anew, and keep them for no other run
+    #[arg(long)]
+    pub no_cache: bool,
     /// Measure no coverage
     #[arg(long)]
     pub no_cov: bool,

@@ -12,6 +12,7 @@ mod args;
 mod attach;
 mod config;
 mod context;
+mod dependencies;
 mod df;
 mod doctor;
 mod failure;

@@ -18,7 +18,7 @@ use trialrun_model::{ByteSize, ImageRef, Limits};
 use trialrun_report::terminal::Filter;
 
 /// Whose cache of steps the command line uses: whoever is root here.
-const OWNER: &str = "local";
+pub const OWNER: &str = "local";
 /// The recipe's file in a folder.
 const FILE: &str = "image.toml";
 /// What a step's log keeps for the end, when it fails and was not shown.
@@ -261,12 +261,13 @@ pub async fn build(dirs: &Dirs, build: &Build, json: bool) -> Result<ImageRef, F
     let options = BuildOptions {
         recipe,
         dir,
-        name: name.clone(),
+        name: Some(name.clone()),
         policy: network.policy,
         env: network.env,
         secrets,
         limits,
         cached: !build.no_cache,
+        max_age: None,
         owner: OWNER.to_owned(),
     };
     let mut tail = Vec::new();
@@ -282,7 +283,7 @@ pub async fn build(dirs: &Dirs, build: &Build, json: bool) -> Result<ImageRef, F
                 eprintln!("step {number} of {of}: {}", trialrun_report::terminal::safe(title));
             }
         }
-        BuildEvent::Cached if !quiet => eprintln!("  built before"),
+        BuildEvent::Cached(_) if !quiet => eprintln!("  built before"),
         BuildEvent::Layer { bytes, files } if !quiet => eprintln!("  a layer of {} in {files} files", ByteSize(bytes)),
         BuildEvent::Output(bytes) => {
             tail.extend_from_slice(bytes);

@@ -8,6 +8,7 @@
 use crate::{
     args::{Dirs, Test},
     context::{self, Steps},
+    dependencies,
     failure::Failure,
     network::network,
     run::{KEEP, environment},
@@ -23,7 +24,7 @@ use std::{
 use trialrun_engine::{CreateOptions, DownloadLimits, Engine, Sandbox, TransferError, UploadRules};
 use trialrun_gateway::ConnectionRecord;
 use trialrun_keeper::wire::FileOp;
-use trialrun_model::{Command, ExecOutcome, ExecSpec, SandboxSpec};
+use trialrun_model::{Command, ExecOutcome, ExecSpec, ImageRef, Limits, SandboxSpec};
 use trialrun_policy::Policy;
 use trialrun_project::{Added, CoverageOptions, InspectOptions, InstallStep, Project, TestOptions};
 use trialrun_report::{
@@ -179,12 +180,26 @@ pub async fn test(dirs: &Dirs, test: Test) -> Result<u8, Failure> {
     let install =
         interrupts.guard(network(&engine, image, &test.install_network, &test.machine.allow, &steps)).await??;
     let cut = interrupts.guard(network(&engine, image, &test.network, &test.machine.allow, &steps)).await??;
-    let begun = Instant::now();
-    steps.say("starting the machine");
-    let sandbox = interrupts.guard(create(&engine, &test, install.policy, install.env)).await??;
     let mut report = RunReport::new(test.path.display().to_string(), Vec::new(), Verdict::Interrupted);
+    let mut began = Instant::now();
+    let image = match &project.dependencies {
+        Some(wanted) if !test.no_cache => {
+            let network = (&test.install_network[..], &test.machine.allow[..], &install);
+            let around = (&steps, &mut interrupts);
+            let prepared = dependencies::prepare(&engine, image, wanted, network, limits(&test)?, around).await?;
+            report.notes.extend(prepared.note);
+            if prepared.fresh {
+                report.phases.push(Phase { name: "dependencies".to_owned(), wall_ms: millis(began), cpu_ms: None });
+            }
+            prepared.image
+        }
+        _ => image.clone(),
+    };
+    began = Instant::now();
+    steps.say("starting the machine");
+    let sandbox = interrupts.guard(create(&engine, &test, image, install.policy, install.env)).await??;
     report.isolation = Some(sandbox.isolation().clone());
-    report.phases.push(Phase { name: "create".to_owned(), wall_ms: millis(begun), cpu_ms: None });
+    report.phases.push(Phase { name: "create".to_owned(), wall_ms: millis(began), cpu_ms: None });
     let mut suite = Suite { test: &test, project, sandbox, steps, interrupts, report, phase: Instant::now() };
     let stopped = suite.run(cut.policy).await.err();
     suite.finish(stopped).await
@@ -200,7 +215,8 @@ fn inspect(test: &Test) -> Result<Project, Failure> {
         groups: test.group.clone(),
         no_install: test.no_install,
         parallel: test.workers.is_some(),
-        coverage: !test.no_cov && own_command(test).is_none(),
+        coverage: !test.no_cov,
+        own_command: own_command(test).is_some(),
     };
     trialrun_project::inspect(&test.path, &options).map_err(|e| Failure::usage(words(&e)))
 }
@@ -212,21 +228,27 @@ fn own_command(test: &Test) -> Option<&[std::ffi::OsString]> {
     (!first.as_bytes().starts_with(b"-")).then_some(&test.command[..])
 }
 
+fn limits(test: &Test) -> Result<Limits, Failure> {
+    let limits = test.machine.limits();
+    limits.check().map_err(|e| Failure::usage(format!("--{e}")))?;
+    Ok(limits)
+}
+
 async fn create(
     engine: &Engine,
     test: &Test,
+    image: ImageRef,
     policy: Policy,
     mut env: Vec<(String, String)>,
 ) -> Result<Sandbox, Failure> {
-    let limits = test.machine.limits();
-    limits.check().map_err(|e| Failure::usage(format!("--{e}")))?;
+    let limits = limits(test)?;
     let bin = format!("{}/bin", trialrun_project::VENV);
     let path =
         trialrun_model::default_env().into_iter().find(|(name, _)| name == "PATH").map_or_else(String::new, |(_, v)| v);
     env.push(("PATH".to_owned(), format!("{bin}:{path}")));
     env.push(("VIRTUAL_ENV".to_owned(), trialrun_project::VENV.to_owned()));
     env.extend(environment(&test.machine.env)?);
-    let spec = SandboxSpec { image: test.machine.image.clone(), limits, env, ..SandboxSpec::default() };
+    let spec = SandboxSpec { image, limits, env, ..SandboxSpec::default() };
     Ok(engine.create(CreateOptions { spec, policy, attached: true, lease: None }).await?)
 }
 
@@ -322,19 +344,20 @@ impl Suite<'_> {
         for step in &steps {
             cpu += self.install_step(step).await?;
         }
-        let installed = self.probe().await?;
-        let mut added = plan.tools_to_add(&installed);
-        if own_command(self.test).is_some() {
-            added.clear();
-        }
-        if let Some(step) = plan.tools_step(&added) {
+        let mut installed = self.probe().await?;
+        let absent = plan.tools_to_add(&installed);
+        if let Some(step) = plan.tools_step(&absent) {
             let freeze =
                 InstallStep { label: "what is installed".to_owned(), argv: plan.freeze.clone(), cwd_in_project: false };
             cpu += self.install_step(&freeze).await?;
             cpu += self.install_step(&step).await?;
-            let now = self.probe().await?;
-            plan.fill_versions(&mut added, &now);
+            installed = self.probe().await?;
         }
+        // The image may have been given some, with the dependencies.
+        let probed = self.sandbox.read_file(trialrun_project::PROBED, 64 << 10).await.ok();
+        let probed: Option<BTreeMap<String, String>> = probed.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let mut added = probed.map_or(absent, |before| plan.tools_to_add(&before));
+        plan.fill_versions(&mut added, &installed);
         let told = |a: Added| AddedPackage { package: a.package, version: a.version, why: a.why };
         self.report.added = added.into_iter().map(told).collect();
         self.phase("install", Some(cpu));

@@ -2,9 +2,9 @@
 
 use crate::{
     Engine,
-    build::{forget_use, note_use},
     error::CreateError,
     sandbox::Sandbox,
+    using::{forget_use, note_use},
 };
 use rustix::fs::FlockOperation;
 use std::{

@@ -6,8 +6,8 @@
 
 use crate::{
     CallError, CallErrorKind, CreateError, Engine, ForkCost, ForkError, Sandbox,
-    build::note_use,
     create::{Undo, expiry_ms, new_id, proxy_setting},
+    using::note_use,
 };
 use std::time::Duration;
 use trialrun_keeper::{
@@ -55,7 +55,9 @@ impl Engine {
         };
         let record = self.store(|store| store.create_sandbox(&new)).map_err(CreateError::Store)?;
         let mut undo = Undo::new(self, id.clone(), dir.clone());
+        fault::point("engine-row").map_err(CreateError::step("write the store"))?;
         let lock = self.claim(&dir)?;
+        fault::point("engine-directory").map_err(CreateError::step("make the fork's directory"))?;
         undo.disk_made = true;
         let forked = match parent.client().call(&Call::Fork(id.clone()), &[]).await {
             Ok(Reply::Forked(forked)) => *forked,

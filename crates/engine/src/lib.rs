@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! create: row "creating" ─> directory + lock ─> keeper ─> machine Ready ─> row "running"
+//! fork:    row and directory as for create ─> the parent's keeper copies its disk ─> keeper ─> machine Ready ─> "running"
 //! delete: row "deleting" ─> keeper destroys the machine and its directory ─> row "gone"
 //! ```
-//! fork:   row and directory as for create ─> the parent's keeper copies its disk ─> keeper ─> machine Ready ─> "running"
 //! Intent is written before the act. Whatever dies in between, the next [`Engine::open`] finds a row or a trace whose
 //! lock is free and removes it. The engine knows keepers, never a concrete driver.
 
@@ -17,9 +17,11 @@ mod pool;
 mod recover;
 mod rootfs;
 mod sandbox;
+mod secret;
 mod usage;
+mod using;
 
-pub use build::{BuildError, BuildEvent, BuildOptions, SecretValue};
+pub use build::{BuildError, BuildEvent, BuildOptions};
 pub use create::{CreateOptions, Guest};
 pub use error::{CreateError, EngineError, ForkError};
 pub use files::{DownloadLimits, DropRule, Moved, TransferError, UploadRules};
@@ -27,6 +29,7 @@ pub use fork::ForkOptions;
 pub use pool::Pool;
 pub use recover::Recovered;
 pub use sandbox::{Captured, Sandbox};
+pub use secret::SecretValue;
 pub use trialrun_keeper::client::{Following, KeeperClient, Output, Stdin};
 pub use trialrun_keeper::wire::{CallError, CallErrorKind, Description, ExecInfo, FileInfo, ForkCost, StartTimings};
 pub use usage::{DiskUse, Evicted};

@@ -65,7 +65,7 @@ impl Engine {
         }
         for row in rows.iter().filter(|row| !live(row.id.as_str())) {
             let _ = self.store(|store| store.mark_gone(&row.id, "its keeper ended"));
-            crate::build::forget_use(self.cache_dir(), &row.id);
+            crate::using::forget_use(self.cache_dir(), &row.id);
             result.removed.push(row.id.to_string());
         }
         if let Err(e) = self.store(trialrun_store::Store::sweep_lineages) {
@@ -107,7 +107,7 @@ impl Engine {
 
     /// Marks a sandbox whose keeper says that it is gone.
     pub(crate) fn note_gone(&self, id: &SandboxId, reason: &str) {
-        crate::build::forget_use(self.cache_dir(), id);
+        crate::using::forget_use(self.cache_dir(), id);
         if let Err(error) = self.store(|store| store.mark_gone(id, reason)) {
             tracing::warn!(%id, %error, "the store did not take a sandbox's end");
         }

@@ -4,16 +4,17 @@
 //! use first, and never what a machine, a build or another image stands on. Images that somebody built and named stay,
 //! and so does the stock image, even when the budget is not met then: that is said.
 
-use crate::{Engine, build::in_use};
+use crate::{Engine, using::in_use};
 use rustix::fs::FlockOperation;
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
+use trialrun_driver::tree_bytes;
 use trialrun_image::{ImageError, ImageRecord};
+use trialrun_model::ImageRef;
 
 /// Below the cache: what registries sent.
 const DOWNLOADS: &str = "oci/blobs";
@@ -94,9 +95,7 @@ impl Engine {
             runtime.bytes += tree_bytes(&dir);
         }
         machines.items = fs::read_dir(self.data_dir().join("machines")).map_or(0, |entries| entries.count() as u64);
-        for name in ["pool.btrfs", "layers", "shifted"] {
-            machines.bytes += tree_bytes(&self.data_dir().join(name));
-        }
+        machines.bytes = trialrun_keeper::layers_bytes(self.data_dir());
         if machines.items == 0 {
             machines.reclaimable_bytes = machines.bytes;
         }
@@ -114,10 +113,18 @@ impl Engine {
         let lock = self.downloads_lock().ok();
         let free =
             lock.as_ref().is_some_and(|file| rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_ok());
+        let (mut next, mut gone_of_these) = (Vec::new(), true);
         while evicted.left_bytes > max {
-            // Anew each time: what stood on an image that went may go now.
             let _hold = self.images().hold(true)?;
-            let Some(candidate) = self.candidates(free)?.into_iter().min_by_key(|c| (c.class, c.used)) else { break };
+            let Some(candidate) = next.pop() else {
+                // Anew: what an image that went stood on may go now.
+                if !std::mem::take(&mut gone_of_these) {
+                    break;
+                }
+                next = self.candidates(free)?;
+                next.sort_by_key(|c| std::cmp::Reverse((c.class, c.used)));
+                continue;
+            };
             let removed = match candidate.what {
                 What::Download(path) => {
                     let gone = fs::remove_file(&path).is_ok();
@@ -125,15 +132,14 @@ impl Engine {
                 }
                 What::Image(record, names) => {
                     let used = in_use(self.cache_dir());
-                    let image = record.digest.parse().ok();
-                    image.and_then(|image| {
-                        self.images().rm(&image, &|d| used.iter().any(|hex| d.ends_with(hex.as_str()))).ok()
-                    });
-                    let gone = self.images().ls()?.iter().all(|(r, _)| r.digest != record.digest);
-                    gone.then(|| names.first().cloned().unwrap_or_else(|| record.digest.clone()))
+                    let image = ImageRef::Digest(record.digest.clone());
+                    let gone = self.images().rm(&image, &|d| used.iter().any(|hex| d.ends_with(hex.as_str()))).is_ok();
+                    gone.then(|| names.into_iter().next().unwrap_or(record.digest))
                 }
             };
-            let Some(removed) = removed else { break };
+            // What is used again by now stays.
+            let Some(removed) = removed else { continue };
+            gone_of_these = true;
             evicted.removed.push(removed);
             evicted.bytes += candidate.bytes;
             evicted.left_bytes = evicted.left_bytes.saturating_sub(candidate.bytes);
@@ -197,11 +203,4 @@ impl Engine {
         }
         Ok(found)
     }
-}
-
-/// Bytes that a file or tree takes on the disk; what can't be read counts as nothing.
-fn tree_bytes(path: &Path) -> u64 {
-    let Ok(meta) = path.symlink_metadata() else { return 0 };
-    let below = || fs::read_dir(path).into_iter().flatten().flatten().map(|e| tree_bytes(&e.path())).sum::<u64>();
-    meta.blocks() * 512 + if meta.is_dir() { below() } else { 0 }
 }

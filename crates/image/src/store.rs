@@ -226,23 +226,17 @@ impl ImageStore {
         Ok(Image { tree: self.place(&digest).join("tree"), below, digest, name, config: record.config })
     }
 
-    /// Stores what `fill` puts into a new directory as the files of an image that stands on `base`, and returns its digest.
-    /// `fill` makes the directory itself. Times are cut and compiled Python files made to agree, so that the same files
-    /// have the same digest.
+    /// Takes a directory of the same file system as the files of an image that stands on `base`, and returns its digest.
+    /// Times are cut and compiled Python files made to agree, so that the same files have the same digest.
     ///
     /// # Errors
-    /// What `fill` says, or when the tree can't be read or stored; nothing is left then.
-    pub fn add_layer<E: From<ImageError>>(
-        &self,
-        base: &str,
-        config: &ImageConfig,
-        fill: impl FnOnce(&Path) -> Result<(), E>,
-    ) -> Result<String, E> {
-        let temp = Temp::new(&self.images).map_err(ImageError::from)?;
+    /// When the tree can't be read or stored; nothing is left of it then.
+    pub fn add_layer(&self, base: &str, config: &ImageConfig, files: &Path) -> Result<String, ImageError> {
+        let temp = Temp::new(&self.images)?;
         let tree = temp.path().join("tree");
-        fill(&tree)?;
+        std::fs::rename(files, &tree).map_err(at("take", files))?;
         layer::normalise(&tree).map_err(|(path, source)| ImageError::Dir(at("prepare", &path)(source)))?;
-        Ok(self.store(temp, Some(base), config, base)?)
+        self.store(temp, Some(base), config, base)
     }
 
     /// Points a name at an image, whatever it pointed at before.

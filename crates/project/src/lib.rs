@@ -15,6 +15,7 @@
 //! 4. cut the network; run [`test_command`].
 
 mod command;
+mod dependencies;
 mod error;
 mod files;
 mod ini;
@@ -25,6 +26,7 @@ mod requirement;
 mod upload;
 
 pub use command::{CoverageOptions, TestCommand, TestOptions, test_command};
+pub use dependencies::{Dependencies, PROBED};
 pub use error::ProjectError;
 pub use plan::{Added, CONSTRAINTS, InstallPlan, InstallStep, PlanFile};
 pub use pytest::{CoverageConfig, PytestConfig};
@@ -63,6 +65,8 @@ pub struct InspectOptions {
     pub parallel: bool,
     /// Coverage is wanted (pytest-cov).
     pub coverage: bool,
+    /// The suite has a command of its own: no tool is added for it.
+    pub own_command: bool,
 }
 
 /// What runs the tests.
@@ -102,8 +106,8 @@ pub struct Project {
     pub sources: Vec<String>,
     /// The commands.
     pub plan: InstallPlan,
-    /// Files that the install depends on, relative to the folder (for the key of a cached install).
-    pub inputs: Vec<PathBuf>,
+    /// What of it can be done without the folder, and kept; nothing where nothing is installed.
+    pub dependencies: Option<Dependencies>,
 }
 
 impl Project {
@@ -164,7 +168,6 @@ pub fn inspect(path: &Path, options: &InspectOptions) -> Result<Project, Project
             }
         }
     }
-    let inputs = plan::inputs(path, &outcome.plan);
     Ok(Project {
         path: path.to_owned(),
         name: outcome.name,
@@ -175,7 +178,7 @@ pub fn inspect(path: &Path, options: &InspectOptions) -> Result<Project, Project
         groups: outcome.groups,
         sources: outcome.sources,
         plan: outcome.plan,
-        inputs,
+        dependencies: outcome.dependencies,
     })
 }
 

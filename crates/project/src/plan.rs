@@ -18,14 +18,16 @@
 //! pip runs with `-I`: the folder of a project may hold a `pip.py` or `json.py`, and must not be on pip's path.
 
 use crate::{
-    InspectOptions, PLAN_DIR, ProjectError, VENV_PYTHON, files, ini,
+    InspectOptions, PLAN_DIR, ProjectError, VENV_PYTHON,
+    dependencies::{Dependencies, Lists},
+    files, ini,
     lock::{self, Locked, Wanted},
     requirement::{self, Requirement, Truth, allows_python, normalise},
 };
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
 };
 use toml::{Table, Value};
 
@@ -85,11 +87,11 @@ pub const CONSTRAINTS: &str = "/var/lib/trialrun/plan/constraints.txt";
 
 /// Reads versions from the metadata, which also knows editable and URL installs; `pip freeze` prints these in forms
 /// that a constraint file may not hold.
-const PROBE: &str = "import importlib.metadata as m,json\n\
+pub(crate) const PROBE: &str = "import importlib.metadata as m,json\n\
 def v(n):\n try: return m.version(n)\n except m.PackageNotFoundError: return None\n\
 print(json.dumps({n:v(n) for n in ('pytest','pytest-cov','pytest-xdist') if v(n)}))";
 
-const FREEZE: &str = "import importlib.metadata as m,re,sys\n\
+pub(crate) const FREEZE: &str = "import importlib.metadata as m,re,sys\n\
 ok=re.compile(r'[A-Za-z0-9._+!-]+').fullmatch\n\
 d={(x.metadata['Name'] or '',x.version or '') for x in m.distributions()}\n\
 open(sys.argv[1],'w').writelines(sorted(n+'=='+v+'\\n' for n,v in d if ok(n) and ok(v)))";
@@ -98,8 +100,11 @@ fn python(words: &[&str]) -> Vec<String> {
     std::iter::once(VENV_PYTHON).chain(["-I"]).chain(words.iter().copied()).map(str::to_owned).collect()
 }
 
+/// pip's words, after the interpreter and its `-I`.
+pub(crate) const PIP_INSTALL: &str = "-m pip install --no-input --disable-pip-version-check --progress-bar=off";
+
 fn pip_install() -> Vec<String> {
-    python(&["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar=off"])
+    python(&PIP_INSTALL.split(' ').collect::<Vec<_>>())
 }
 
 impl InstallPlan {
@@ -184,6 +189,7 @@ struct Chosen {
 
 pub(crate) struct Outcome {
     pub plan: InstallPlan,
+    pub dependencies: Option<Dependencies>,
     pub name: Option<String>,
     pub extras: Vec<String>,
     pub groups: Vec<String>,
@@ -204,13 +210,13 @@ pub(crate) fn read(root: &Path, pyproject: Option<Table>, options: &InspectOptio
             ..InstallPlan::default()
         },
     };
-    reader.plan.wants.push(("pytest".to_owned(), "runs the suite".to_owned()));
-    if options.coverage {
-        reader.plan.wants.push(("pytest-cov".to_owned(), "measures coverage".to_owned()));
-    }
-    if options.parallel {
-        reader.plan.wants.push(("pytest-xdist".to_owned(), "spreads the tests over workers".to_owned()));
-    }
+    let tools = [
+        (true, "pytest", "runs the suite"),
+        (options.coverage, "pytest-cov", "measures coverage"),
+        (options.parallel, "pytest-xdist", "spreads the tests over workers"),
+    ];
+    let wanted = tools.into_iter().filter(|(wanted, ..)| *wanted && !options.own_command);
+    reader.plan.wants.extend(wanted.map(|(_, package, why)| (package.to_owned(), why.to_owned())));
     reader.run(options)
 }
 
@@ -235,7 +241,14 @@ impl Reader<'_> {
         self.python_note();
         if options.no_install {
             // Nothing is installed, so nothing that is broken in these files is in the way.
-            return Ok(Outcome { plan: self.plan, name, extras: Vec::new(), groups: Vec::new(), sources: Vec::new() });
+            return Ok(Outcome {
+                plan: self.plan,
+                dependencies: None,
+                name,
+                extras: Vec::new(),
+                groups: Vec::new(),
+                sources: Vec::new(),
+            });
         }
         let extras = self.extras();
         let groups = self.groups()?;
@@ -260,12 +273,16 @@ impl Reader<'_> {
 
         let mut installs_project = false;
         let mut together = Vec::new();
+        let mut lists = Lists { whole: true, ..Lists::default() };
+        let own = name.as_deref();
         for file in req_files {
             let Some(parsed) = requirement::read_file(self.root, &file)? else { continue };
             installs_project |= parsed.installs_project;
             self.note_requirements(&file, &parsed);
             sources.push(file.clone());
+            lists.whole &= !parsed.more;
             if parsed.hashed {
+                lists.hashed.push(parsed.by_name);
                 let mut argv = pip_install();
                 argv.extend(["-r".to_owned(), file.clone()]);
                 self.plan.steps.push(InstallStep {
@@ -274,12 +291,16 @@ impl Reader<'_> {
                     cwd_in_project: true,
                 });
             } else {
+                lists.wanted.extend(parsed.by_name);
+                lists.constraints.extend(parsed.constraints);
                 together.extend(["-r".to_owned(), file]);
             }
         }
 
         let mut virtual_root = false;
+        let has_lock = locked.is_some();
         if let Some((file, locked)) = locked {
+            locked.lines.iter().for_each(|line| lists.want(line, own));
             virtual_root = locked.virtual_root;
             self.plan.notes.extend(locked.notes);
             for (package, version) in &locked.pins {
@@ -299,6 +320,13 @@ impl Reader<'_> {
         for (text, place) in &chosen.strings {
             together.extend(self.declare(text, place));
         }
+        let mut words = together.iter();
+        while let Some(word) = words.next() {
+            match word.as_str() {
+                "-r" => drop(words.next()),
+                text => lists.want(text, own),
+            }
+        }
 
         match self.installable(virtual_root) {
             Ok(()) => {
@@ -309,14 +337,20 @@ impl Reader<'_> {
                     let target = if listed.is_empty() { ".".to_owned() } else { format!(".[{}]", listed.join(",")) };
                     together.extend(["-e".to_owned(), target]);
                 }
-                for text in self.dependencies() {
-                    self.declare(&text, "dependencies");
-                }
+                let mut declared: Vec<String> =
+                    self.dependencies().iter().filter_map(|text| self.declare(text, "dependencies")).collect();
                 for extra in &chosen.extras {
                     for text in extras.get(extra).cloned().unwrap_or_default() {
-                        self.declare(&text, &format!("extra {extra}"));
+                        declared.extend(self.declare(&text, &format!("extra {extra}")));
                     }
                 }
+                if !has_lock {
+                    lists.whole &= self.dependencies_are_known(!chosen.extras.is_empty());
+                    if lists.whole || self.project().is_some() {
+                        declared.iter().for_each(|text| lists.want(text, own));
+                    }
+                }
+                lists.build = self.build_requirements();
                 sources.push("the project".to_owned());
             }
             Err(why) => {
@@ -327,7 +361,9 @@ impl Reader<'_> {
                     let mut list = self.dependencies();
                     list.extend(chosen.extras.iter().filter_map(|e| extras.get(e)).flatten().cloned());
                     for text in list {
-                        together.extend(self.declare(&text, "pyproject.toml"));
+                        let declared = self.declare(&text, "pyproject.toml");
+                        declared.iter().for_each(|text| lists.want(text, own));
+                        together.extend(declared);
                     }
                 }
             }
@@ -350,8 +386,11 @@ impl Reader<'_> {
         if !chosen.groups.is_empty() {
             sources.push(format!("groups {}", chosen.groups.iter().cloned().collect::<Vec<_>>().join(", ")));
         }
+        lists.whole &= !installs_project || has_lock || self.dependencies_are_known(true);
+        lists.tools = self.plan.wants.iter().map(|(package, _)| package.clone()).collect();
         Ok(Outcome {
             plan: self.plan,
+            dependencies: Some(lists.finish()),
             name,
             extras: chosen.extras.into_iter().collect(),
             groups: chosen.groups.into_iter().collect(),
@@ -612,6 +651,28 @@ impl Reader<'_> {
         list
     }
 
+    /// Whether what the project itself depends on can be read without running anything of it.
+    fn dependencies_are_known(&self, with_extras: bool) -> bool {
+        let dynamic = |key: &str| {
+            let list = self.project().and_then(|p| p.get("dynamic")).map(string_list).unwrap_or_default();
+            list.iter().any(|name| name == key)
+        };
+        match self.project() {
+            Some(_) => !(dynamic("dependencies") || with_extras && dynamic("optional-dependencies")),
+            // An extra of poetry's names packages whose versions stand elsewhere.
+            None => self.tool("poetry").is_some() && !with_extras,
+        }
+    }
+
+    /// What the project's build needs (PEP 518), or what pip takes where it does not say.
+    fn build_requirements(&self) -> Vec<String> {
+        let system = self.pyproject.get("build-system").and_then(Value::as_table);
+        let listed = system.and_then(|s| s.get("requires")).map(string_list);
+        let mut list = listed.unwrap_or_else(|| vec!["setuptools>=40.8.0".to_owned()]);
+        list.retain(|text| Requirement::parse(text).is_some_and(|r| r.url.is_none()));
+        list
+    }
+
     /// Whether `pip install -e .` makes sense; if not, why not (`None`: there is nothing to install).
     fn installable(&self, virtual_root: bool) -> Result<(), Option<String>> {
         let poetry_off =
@@ -834,17 +895,6 @@ fn setup_py_extras(text: &str) -> Vec<String> {
         }
     }
     names
-}
-
-/// The files whose change makes an earlier install worthless, relative to the project: for a cache key.
-pub(crate) fn inputs(root: &Path, plan: &InstallPlan) -> Vec<PathBuf> {
-    let fixed = ["pyproject.toml", "setup.py", "setup.cfg", "tox.ini", "uv.lock", "poetry.lock", "requirements.txt"];
-    let mut names: BTreeSet<String> =
-        fixed.iter().filter(|f| files::is_file(root, f)).map(|f| (*f).to_owned()).collect();
-    for step in &plan.steps {
-        names.extend(step.argv.windows(2).filter(|w| w[0] == "-r" && !w[1].starts_with('/')).map(|w| w[1].clone()));
-    }
-    names.into_iter().map(PathBuf::from).collect()
 }
 
 #[cfg(test)]

@@ -92,6 +92,12 @@ pub(crate) struct RequirementsFile {
     pub remote: Vec<String>,
     /// Files that it names and that are not there.
     pub missing: Vec<String>,
+    /// Its lines that need nothing of the folder: requirements by name, and options about indexes.
+    pub by_name: Vec<String>,
+    /// The same of its constraint files.
+    pub constraints: Vec<String>,
+    /// It asks for more than those, beside the project itself.
+    pub more: bool,
 }
 
 /// Reads a requirements file and what it includes, inside the project only.
@@ -122,21 +128,35 @@ fn read_into(
                     let mut child = RequirementsFile::default();
                     if !read_into(root, &target, &mut child, visited)? {
                         out.missing.push(target);
+                        out.more = true;
                     }
                     out.hashed |= child.hashed;
                     out.indexes.append(&mut child.indexes);
                     out.missing.append(&mut child.missing);
+                    out.constraints.append(&mut child.constraints);
+                    out.more |= child.more;
+                    let lines = if constraint { &mut out.constraints } else { &mut out.by_name };
+                    lines.append(&mut child.by_name);
                     if !constraint {
                         out.requirements.append(&mut child.requirements);
                         out.remote.append(&mut child.remote);
                         out.installs_project |= child.installs_project;
                     }
                 }
-                None => out.missing.push(value.to_owned()),
+                None => {
+                    out.missing.push(value.to_owned());
+                    out.more = true;
+                }
             },
             "-e" | "--editable" => note_target(value, out),
-            "-i" | "--index-url" | "--extra-index-url" | "-f" | "--find-links" => out.indexes.push(value.to_owned()),
-            _ if flag.starts_with('-') => out.hashed |= flag == "--require-hashes",
+            "-i" | "--index-url" | "--extra-index-url" | "-f" | "--find-links" => {
+                out.indexes.push(value.to_owned());
+                if value.contains("://") { out.by_name.push(line.clone()) } else { out.more = true }
+            }
+            _ if flag.starts_with('-') => {
+                out.hashed |= flag == "--require-hashes";
+                out.by_name.push(line.clone());
+            }
             _ => {
                 let (requirement, options) = match line.find(" --") {
                     Some(at) => (&line[..at], &line[at..]),
@@ -145,8 +165,12 @@ fn read_into(
                 out.hashed |= options.contains("--hash");
                 match Requirement::parse(requirement) {
                     Some(r) => {
-                        if let Some(url) = &r.url {
-                            out.remote.push(url.clone());
+                        match &r.url {
+                            Some(url) => {
+                                out.remote.push(url.clone());
+                                out.more = true;
+                            }
+                            None => out.by_name.push(line.clone()),
                         }
                         out.requirements.push(r);
                     }
@@ -163,7 +187,10 @@ fn note_target(target: &str, out: &mut RequirementsFile) {
     let bare = target.split('[').next().unwrap_or("").trim_end_matches('/');
     if matches!(bare, "." | "./." | "file:.") {
         out.installs_project = true;
-    } else if target.contains("://") {
+        return;
+    }
+    out.more = true;
+    if target.contains("://") {
         out.remote.push(target.to_owned());
         if let Some(egg) = target.split("#egg=").nth(1) {
             let name = egg.split(['&', '[']).next().unwrap_or("");

@@ -318,3 +318,79 @@ proptest::proptest! {
         let _ = poetry_specifier(&text);
     }
 }
+
+/// The script's lines that call pip, without what they all have in front; `#` after those whose lists follow.
+fn early(project: &Project) -> (Vec<String>, BTreeMap<String, String>) {
+    let dependencies = project.dependencies.as_ref().unwrap();
+    let calls = dependencies.script.lines().filter(|line| line.contains(" pip "));
+    let short = |line: &str| line.replace("/var/lib/trialrun/plan/", "").split(" -m pip ").nth(1).unwrap().to_owned();
+    let words = |line: String| line.split(' ').filter(|w| !w.starts_with("--")).collect::<Vec<_>>().join(" ");
+    let name = |path: &str| path.rsplit('/').next().unwrap().to_owned();
+    let files = dependencies.files.iter().map(|f| (name(&f.path), f.content.clone())).collect();
+    (calls.map(|line| words(short(line))).collect(), files)
+}
+
+#[test]
+fn what_needs_nothing_of_the_folder_can_be_installed_before_it_is_there() {
+    let pyproject = "[build-system]\nrequires=['hatchling', 'x @ https://h/x']\n[project]\nname='my.pkg'\ndependencies=['attrs>=1']\n[project.optional-dependencies]\ntest=['pytest-mock', 'rich ; python_version < \"4\"']\n";
+    let files = [
+        ("pyproject.toml", pyproject),
+        ("requirements.txt", "--extra-index-url https://h/simple\n-r more.txt\nsix==1.16  # why\n"),
+        ("more.txt", "-c limits.txt\nidna\n"),
+        ("limits.txt", "idna<4\n"),
+    ];
+    let (calls, lists) = early(&read(&files));
+    assert_eq!(
+        calls,
+        [
+            "install -r wanted.txt -c wanted-constraints.txt",
+            "install -c constraints.txt -r tools.txt",
+            "download -q -d /tmp/trialrun-downloads -r later.txt || true"
+        ]
+    );
+    assert_eq!(
+        lists["wanted.txt"],
+        "--extra-index-url https://h/simple\nidna\nsix==1.16\nattrs>=1\npytest-mock\nrich ; python_version < \"4\"\n"
+    );
+    assert_eq!(lists["wanted-constraints.txt"], "idna<4\n");
+    assert_eq!(lists["tools.txt"], "pytest\npytest-cov\n");
+    assert_eq!(lists["later.txt"], "hatchling\n");
+}
+
+#[test]
+fn tools_wait_for_the_project_where_its_wishes_are_not_all_known() {
+    let pyproject = "[build-system]\n[project]\nname='my.pkg'\n";
+    for files in [
+        &[("setup.py", "setup(install_requires=wishes())")][..],
+        &[("pyproject.toml", "[build-system]\n[project]\nname='x'\ndynamic=['dependencies']\n")],
+        &[("requirements.txt", "-e ./other\nsix\n")],
+        &[("requirements.txt", "six\n-r nowhere.txt\n")],
+        &[("requirements.txt", "git+https://h/r\n")],
+        &[("requirements.txt", "x @ file:///workspace/x\n")],
+        &[("requirements.txt", "./wheels/x.whl\n")],
+        &[("requirements.txt", "--find-links wheels\nsix\n")],
+        &[("pyproject.toml", &format!("{pyproject}dependencies=['my-pkg[other]']\n"))],
+    ] {
+        let (calls, lists) = early(&read(files));
+        assert!(!lists.contains_key("tools.txt"), "{files:?}: {calls:?}");
+        assert!(lists["later.txt"].contains("pytest-cov"), "{files:?}");
+        let wanted = lists.get("wanted.txt").map_or("", String::as_str);
+        assert!(["", "six\n"].contains(&wanted), "{files:?}: {wanted}");
+    }
+}
+
+#[test]
+fn lists_with_hashes_stay_alone_and_no_text_of_a_project_is_in_the_script() {
+    let hashed = format!("six==1.16 --hash=sha256:{}\n", "a".repeat(64));
+    let project = read(&[("requirements.txt", &hashed), ("requirements-test.txt", "idna; $(touch /x)\n`id`\n")]);
+    let (calls, lists) = early(&project);
+    assert_eq!(calls[..2], ["install -r hashed-0.txt", "install -r wanted.txt"]);
+    assert_eq!(lists["hashed-0.txt"], hashed);
+    let script = project.dependencies.unwrap().script;
+    assert!(!script.contains("touch") && !script.contains("`id`") && !script.contains("six"), "{script}");
+    let own = InspectOptions { own_command: true, ..InspectOptions::default() };
+    let (_, lists) = early(&read_with(&[("requirements.txt", "six\n")], &own));
+    assert!(!lists.contains_key("tools.txt") && !lists.contains_key("later.txt"), "{lists:?}");
+    let nothing = InspectOptions { no_install: true, ..InspectOptions::default() };
+    assert_eq!(read_with(&[("requirements.txt", "six\n")], &nothing).dependencies, None);
+}
