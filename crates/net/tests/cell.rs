@@ -66,9 +66,22 @@ fn connect(address: &str) -> io::Result<TcpStream> {
     TcpStream::connect_timeout(&address.parse::<SocketAddr>().unwrap(), Duration::from_secs(2))
 }
 
+/// What a listener of the cell's has to say: on a busy host the kernel brings a packet over a moment after it was sent.
+fn soon<T>(mut ask: impl FnMut() -> io::Result<T>) -> T {
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        match ask() {
+            Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            other => return other.unwrap(),
+        }
+    }
+}
+
 /// Accepts one waiting connection and returns its original destination.
 fn steered(listener: &TcpListener) -> SocketAddr {
-    let (stream, _) = listener.accept().unwrap();
+    let (stream, _) = soon(|| listener.accept());
     if listener.local_addr().unwrap().is_ipv6() {
         rustix::net::sockopt::ipv6_original_dst(&stream).unwrap().into()
     } else {
@@ -139,11 +152,8 @@ fn a_full_queue_lets_through_rather_than_hang() {
             })
             .collect()
     });
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while cell.listeners.tcp_v4.accept().is_err() {
-        assert!(Instant::now() < deadline, "none of {} came through", begun.len());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    soon(|| cell.listeners.tcp_v4.accept());
+    drop(begun);
 }
 
 #[test]
@@ -165,7 +175,7 @@ fn dns_to_any_resolver_comes_to_the_stub() {
             client
         });
         let mut buffer = [0; 64];
-        let (n, from) = socket.recv_from(&mut buffer).unwrap();
+        let (n, from) = soon(|| socket.recv_from(&mut buffer));
         assert_eq!(&buffer[..n], b"query", "{address}");
         socket.send_to(b"answer", from).unwrap();
         client.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
@@ -173,7 +183,7 @@ fn dns_to_any_resolver_comes_to_the_stub() {
         assert_eq!(&buffer[..n], b"answer", "{address}");
     }
     let _tcp = inside(&cell, || connect("203.0.113.53:53")).unwrap();
-    assert!(cell.listeners.dns_tcp_v4.accept().is_ok());
+    soon(|| cell.listeners.dns_tcp_v4.accept());
 }
 
 #[test]
